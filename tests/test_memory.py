@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxround
 from fxround.runtime import contractions, memo
 from fxround.runtime.contractions import TABLES
-from fxround.runtime.cpu import depthwise, matmul
+from fxround.runtime.cpu import matmul, planes
 from fxround.runtime.schedule.straight import _StraightPlanner
 
 RNG = torch.tensor([3, 1])
 TEXTS = ("binary32/nearest_even/inf",) * 2
-KEPT = (contractions.offsets, contractions.windows_of, contractions._placed, matmul._bound, depthwise._planned)
+KEPT = (contractions.offsets, contractions.windows_of, contractions._placed, matmul._bound, planes._planned)
 
 
 def test_a_memo_forgets_what_was_used_longest_ago() -> None:

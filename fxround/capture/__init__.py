@@ -49,7 +49,7 @@ from fxround.capture.refusals import (
     without_derivative,
 )
 from fxround.capture.repeated_blocks import traced_once
-from fxround.capture.shape_guards import Sizes, ask_arguments_for_sizes, sizes_of
+from fxround.capture.sizes import Sizes, ask_arguments_for_sizes, sizes_of
 from fxround.capture.torch_private import (
     asked_sizes,
     composite_operators,
@@ -220,9 +220,7 @@ def _with_tensors(
     return describe(traced.joint, len(traced.leaves))
 
 
-def _with_numbers(
-    model: torch.nn.Module, captured: Captured, other: Captured, numbers: Collection[Number]
-) -> Captured:
+def _with_numbers(model: torch.nn.Module, captured: Captured, other: Captured, numbers: Collection[Number]) -> Captured:
     """Return the graph with numbers as inputs; as it is if that is not possible."""
     graph = module_of(captured.graph, copy.deepcopy(captured.graph.graph))
     values = {number: number.holder(model)[number.name] for number in numbers}

@@ -29,10 +29,11 @@ from fxround.passes.optimizations.choose import choose
 from fxround.passes.optimizations.fuse import fuse
 from fxround.passes.optimizations.hoist import hoist
 from fxround.passes.pointwise import lower_pointwise
+from fxround.passes.random_states import add_random_state
 from fxround.passes.reductions import lower_reductions
 from fxround.passes.rewrite import Pass, Plan
 from fxround.passes.round_fallbacks import compare_selections, round_results, round_selections
-from fxround.passes.round_inputs import add_random_state, round_entries, round_operands
+from fxround.passes.round_inputs import round_entries, round_operands
 from fxround.passes.rounding_gradients import treat_gradients
 from fxround.passes.scaled_results import round_scaled_results
 from fxround.passes.verify import verify, verify_accounted

@@ -1,4 +1,4 @@
-"""Draws: masks of dropout come from (seed, sample), not from PyTorch's generator.
+"""Masks of dropout: they come from (seed, sample), not from PyTorch's generator.
 
 A coin that is 1 with probability p is p rounded stochastically to an integer, whatever the policy says about roundings:
 ``fxround.pointwise([p], "t0 = identity(x0) @ custom(2,1,...)/stochastic/saturate", ...)``. It takes one draw of the

@@ -1,4 +1,4 @@
-"""Faults: flip bits of the values that rules name, after everything else was done to them.
+"""Flip bits of the values that rules name, after everything else was done to them.
 
 ``fxround.pointwise([x], "t0 = flip_0_3_1432(x0) @ e4m3fn/stochastic/nan", float32, rng, n)`` follows the last
 rounding of a value, once for each field, and every use of the value reads the result: the backward pass sees the same

@@ -1,4 +1,4 @@
-"""Results: round the result of every stock kernel once, and record why the kernel was kept.
+"""Round the result of every stock kernel once, and record why the kernel was kept.
 
 After this pass every floating-point value is rounded, exact, moved, left alone by the policy, or native with a reason.
 A selection (relu, maximum, where) rounds nothing unless its operands may lie outside the format that the policy gives

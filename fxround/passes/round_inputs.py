@@ -1,4 +1,4 @@
-"""Roundings before operations: of values that enter the graph, and of operands. The random state becomes an input.
+"""Roundings before operations: of values that enter the graph, and of operands.
 
 The last placeholder is ``rng``, an int64 tensor (seed, sample): it is a run-time value, so a new seed needs no new
 graph. A weight, input, buffer or constant with an assignment is rounded once, before its first use. An operand that a
@@ -20,8 +20,7 @@ from torch import fx
 from fxround.errors import PolicyError, UnsupportedRounding
 from fxround.graph.dialect import Call, HadamardTransform, graphs_of
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.site import META, PORT, ROLE, Port, Site, float_value, site
-from fxround.graph.values import fake_mode
+from fxround.graph.site import META, ROLE, Site, float_value, site
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.hadamard import Hadamard
@@ -30,13 +29,10 @@ from fxround.operators.rules import argument
 from fxround.passes import streams
 from fxround.passes.contractions import summed_dims
 from fxround.passes.delayed_scales import DelayedScales
-from fxround.passes.loops import add_states
 from fxround.passes.rewrite import (
-    RNG,
     Plan,
     decided,
     insert,
-    is_random_state,
     keeps,
     locating,
     moved_by,
@@ -50,25 +46,6 @@ from fxround.passes.scaling import NodeWriter, What, scaled
 from fxround.policy import ENTERING, Assignment
 
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
-
-
-def add_random_state(graph: fx.GraphModule, plan: Plan) -> None:
-    """Append the placeholder of (seed, sample), and give each loop's body the (seed, sample) of its iteration."""
-    if not any(map(is_random_state, graph.graph.nodes)):
-        _append_state(graph)
-    add_states(graph)
-
-
-def _append_state(graph: fx.GraphModule) -> None:
-    last = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    mode = fake_mode(graph)
-    with graph.graph.inserting_after(last[-1]) if last else graph.graph.inserting_before(next(iter(graph.graph.nodes))):
-        rng = graph.graph.placeholder(RNG)
-    # The placeholder's target becomes a parameter of the generated code; a buffer of the model may already have this
-    # name.
-    rng.target = rng.name
-    rng.meta[PORT] = Port("random")
-    rng.meta["val"] = mode.from_tensor(torch.zeros(2, dtype=torch.int64), static_shapes=True)
 
 
 def round_entries(graph: fx.GraphModule, plan: Plan) -> None:

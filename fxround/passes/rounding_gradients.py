@@ -1,4 +1,4 @@
-"""Gradients: what a rounding does to the gradient that passes it, if the policy does not say straight_through.
+"""What a rounding does to the gradient that passes it, if the policy does not say straight_through.
 
 A rounding that zeroes the gradient of what it clamps becomes two: one of the same precision and unbounded range,
 followed by the policy's own, which changes only what overflowed. The gradient is filled with zeros where the first

@@ -23,7 +23,8 @@ from fxround.numerics.arithmetic import operators
 from fxround.numerics.arithmetic.operators import OPERATORS, apply
 from fxround.numerics.arithmetic.scalar import DTYPES, Function, Type, bits, const, param, widen
 from fxround.numerics.elementary import ELEMENTARY, Elementary
-from fxround.numerics.elementary.coefficients import (
+from fxround.numerics.elementary.coefficients import COEFFICIENTS, ERFC_PAIRS, EXPANDED
+from fxround.numerics.elementary.derivations import (
     EXPANSIONS,
     FITS,
     PAIRED,
@@ -34,7 +35,6 @@ from fxround.numerics.elementary.coefficients import (
     tabulate,
 )
 from fxround.numerics.elementary.single_tables import ENTRIES
-from fxround.numerics.elementary.tables import COEFFICIENTS, ERFC_PAIRS, EXPANDED
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_exact, round_float
 

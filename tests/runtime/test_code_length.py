@@ -16,7 +16,7 @@ from fxround.graph.dtypes import STORAGES
 from fxround.kernels import from_text
 from fxround.kernels import long_programs as parts_of_programs
 from fxround.passes.optimizations.fuse import MAX_OPERATORS
-from fxround.runtime.cpu import code, contraction, depthwise, long_programs, pointwise
+from fxround.runtime.cpu import code, contraction, long_programs, planes, pointwise
 from fxround.runtime.cpu.llvm.engine import compile_module
 
 convolution = torch.ops.fxround.convolution.default
@@ -50,7 +50,7 @@ def emitted() -> Iterator[list[str]]:
     for known in (
         pointwise.map_call,
         long_programs._call,
-        depthwise._planned,
+        planes._planned,
         contraction._packed,
         contraction._direct,
     ):

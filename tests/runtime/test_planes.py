@@ -17,7 +17,7 @@ from torch import Tensor
 from fxround.kernels import from_text
 from fxround.kernels.shapes import Contract
 from fxround.runtime.cpu import convolution as module
-from fxround.runtime.cpu import depthwise
+from fxround.runtime.cpu import planes
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 
@@ -40,17 +40,17 @@ CALL = ("binary32/nearest_even/inf", RNG, 9)
 
 
 @contextmanager
-def always_planes(plane_bytes: int = 1 << 19) -> Iterator[list[depthwise.Planes | None]]:
+def always_planes(plane_bytes: int = 1 << 19) -> Iterator[list[planes.Planes | None]]:
     """Use planes for every convolution that they support; yields the plans that were made."""
-    made: list[depthwise.Planes | None] = []
+    made: list[planes.Planes | None] = []
 
-    def planned(kernel: Contract, shape: depthwise.Shape) -> depthwise.Planes | None:
-        plan = depthwise._planned.__wrapped__
-        made.append(plan(kernel, depthwise.current_set(), torch.get_num_threads(), shape))
+    def planned(kernel: Contract, shape: planes.Shape) -> planes.Planes | None:
+        plan = planes._planned.__wrapped__
+        made.append(plan(kernel, planes.current_set(), torch.get_num_threads(), shape))
         return made[-1]
 
     with (
-        mock.patch.multiple(depthwise, _GAPS=1 << 20, _FEW=1 << 20, _PLANES_BYTES=plane_bytes),
+        mock.patch.multiple(planes, _GAPS=1 << 20, _FEW=1 << 20, _PLANES_BYTES=plane_bytes),
         mock.patch.object(module, "planned", planned),
     ):
         yield made
@@ -156,12 +156,12 @@ def test_input_gradients_of_depthwise_convolutions(
 
 
 def test_a_depthwise_convolution_is_done_over_planes_and_a_dense_one_is_not() -> None:
-    def plan(channels: int, groups: int) -> depthwise.Planes | None:
-        shape = depthwise.shape_of(
+    def plan(channels: int, groups: int) -> planes.Planes | None:
+        shape = planes.shape_of(
             (2, channels, 28, 28), (channels, channels // groups, 3, 3), [1, 1], [1, 1], [1, 1], groups
         )
         kernel = from_text.contract(RNE, RNE, ("f32", "f32"), "f32")
-        return depthwise.planned(kernel, shape)
+        return planes.planned(kernel, shape)
 
     assert plan(64, 64) is not None
     assert plan(64, 1) is None
@@ -169,7 +169,7 @@ def test_a_depthwise_convolution_is_done_over_planes_and_a_dense_one_is_not() ->
 
 def test_a_plane_that_is_too_large_is_cut_or_left_to_panels() -> None:
     kernel = from_text.contract(RNE, RNE, ("f32", "f32"), "f32")
-    shape = depthwise.shape_of((1, 1, 3000, 3000), (1, 1, 3, 3), [1, 1], [1, 1], [1, 1], 1)
-    plan = depthwise.planned(kernel, shape)
+    shape = planes.shape_of((1, 1, 3000, 3000), (1, 1, 3, 3), [1, 1], [1, 1], [1, 1], 1)
+    plan = planes.planned(kernel, shape)
     assert plan is not None and plan.plan.items > 60
-    assert depthwise.planned(kernel, depthwise.shape_of((1, 1, 1_000_000), (1, 1, 3), [1], [1], [1], 1)) is None
+    assert planes.planned(kernel, planes.shape_of((1, 1, 1_000_000), (1, 1, 3), [1], [1], [1], 1)) is None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxround.runtime import buffers, contractions
-from fxround.runtime.cpu import contraction, depthwise
+from fxround.runtime.cpu import contraction, planes
 from fxround.runtime.schedule import row_chains
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -91,11 +91,11 @@ def everywhere(at_end: bool) -> Iterator[None]:
         for module, name in (
             (contractions, "offsets"),
             (contractions, "_sums"),
-            (depthwise, "_taps"),
-            (depthwise, "_places"),
+            (planes, "_taps"),
+            (planes, "_places"),
         ):
             stack.enter_context(patch.object(module, name, table(getattr(module, name))))
-        for cached in (contraction._packed, contractions.windows_of, contractions._placed, depthwise._planned):
+        for cached in (contraction._packed, contractions.windows_of, contractions._placed, planes._planned):
             cached.cache_clear()
         yield
 

@@ -10,9 +10,9 @@ one with the highest dropped bit: the posit between them with one bit more, as t
 
 from __future__ import annotations
 
-from fxround.numerics.arithmetic.drawing import is_drawn
 from fxround.numerics.arithmetic.scalar import WIDTH, Expr, bits, const, from_bits, maximum, minimum, select
 from fxround.numerics.arithmetic.tables import lost_fraction
+from fxround.numerics.arithmetic.thresholds import is_drawn
 from fxround.numerics.formats.carriers import CARRIERS, Carrier, ordinal_of
 from fxround.numerics.modes import Lost, Rounding
 

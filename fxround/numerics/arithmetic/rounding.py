@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxround.numerics.arithmetic.drawing import is_drawn
 from fxround.numerics.arithmetic.forms.addition import is_one_addition, round_by_addition
 from fxround.numerics.arithmetic.posits import round_to_posit
 from fxround.numerics.arithmetic.scalar import (
@@ -34,6 +33,7 @@ from fxround.numerics.arithmetic.scalar import (
     widen,
 )
 from fxround.numerics.arithmetic.tables import round_to_table
+from fxround.numerics.arithmetic.thresholds import is_drawn
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.carriers import CARRIERS, Carrier
 from fxround.numerics.modes import Lost, Rounding

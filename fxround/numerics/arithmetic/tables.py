@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from fxround.numerics.arithmetic.drawing import is_drawn
 from fxround.numerics.arithmetic.scalar import (
     DTYPES,
     Expr,
@@ -32,6 +31,7 @@ from fxround.numerics.arithmetic.scalar import (
     select,
     widen,
 )
+from fxround.numerics.arithmetic.thresholds import is_drawn
 from fxround.numerics.formats.carriers import CARRIERS, Carrier, is_nan_code, ordinal_of
 from fxround.numerics.modes import Lost, Mode, Rounding
 

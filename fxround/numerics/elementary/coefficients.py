@@ -1,246 +1,402 @@
-"""The derivation of every polynomial coefficient and table: a fit is a function, an interval and a degree.
-
-``FITS`` names the polynomials, ``TABLES`` the tables and ``EXPANSIONS`` the Taylor series. ``derive`` recomputes a
-polynomial with mpmath, and a test asserts that the literals in ``tables`` are what it returns. A fit is the interpolant
-of ``function`` at the Chebyshev points of [low, high], computed with 400 bits, written in powers of (x - centre), each
-coefficient rounded to ``bits`` bits. Its error is within a small factor of the best polynomial's, and is part of each
-function's bound. mpmath is imported by the functions that need it: only tests do.
-"""
+"""The coefficients that ``derivations.derive`` and ``expand`` return, lowest power first. A test compares them."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Final
 
+COEFFICIENTS: Final = MappingProxyType(
+    {
+        "exp": (
+            0.5,
+            0.1666666666666667,
+            0.04166666666666667,
+            0.00833333333332614,
+            0.0013888888888883752,
+            0.00019841269874804214,
+            2.4801587325536023e-05,
+            2.7557255421023506e-06,
+            2.7557273657975953e-07,
+            2.5105208339987698e-08,
+            2.0914680780540263e-09,
+        ),
+        "log": (
+            0.6666666666666666,
+            0.4000000000000088,
+            0.28571428570801954,
+            0.22222222392089008,
+            0.18181795600060793,
+            0.15386241881938595,
+            0.13268714792348096,
+            0.1308723619665962,
+        ),
+        "log_tail": (
+            0.2,
+            0.14285714285714685,
+            0.11111111110827367,
+            0.0909090916782708,
+            0.07692297467298959,
+            0.06667403106050301,
+            0.05853097844940682,
+            0.058618018114527055,
+        ),
+        "sin": (
+            -0.16666666666666666,
+            0.008333333333333331,
+            -0.00019841269841265065,
+            2.7557319219338875e-06,
+            -2.505210623234594e-08,
+            1.6058531602876344e-10,
+            -7.586696168072366e-13,
+        ),
+        "cos": (
+            0.041666666666666664,
+            -0.0013888888888888887,
+            2.4801587301584645e-05,
+            -2.755731922140266e-07,
+            2.0876755791023917e-09,
+            -1.1470460878653239e-11,
+            4.745871374063738e-14,
+        ),
+        "sinh": (
+            0.16666666666666666,
+            0.008333333333333333,
+            0.00019841269841263285,
+            2.7557319247255154e-06,
+            2.5052071055323223e-08,
+            1.6086642370154503e-10,
+        ),
+        "cosh": (
+            0.041666666666666664,
+            0.0013888888888886548,
+            2.480158731716889e-05,
+            2.755728293166347e-07,
+            2.091125464644892e-09,
+        ),
+        "asin": (
+            0.16666666666666669,
+            0.07499999999998433,
+            0.04464285714635543,
+            0.030381944138531247,
+            0.02237217294214989,
+            0.017352392720869973,
+            0.013971212973552933,
+            0.011479177415184906,
+            0.01032281435018578,
+            0.005457506718640358,
+            0.01740087944269402,
+            -0.014851887071247204,
+            0.028757851367421566,
+        ),
+        "atan": (
+            -0.3333333333333333,
+            0.19999999999999804,
+            -0.14285714285659806,
+            0.11111111105153429,
+            -0.09090908753400499,
+            0.07692296372129964,
+            -0.06666424833613552,
+            0.05878928398517232,
+            -0.052304498567092406,
+            0.04551573086664191,
+            -0.034570044186095536,
+            0.016285183029865667,
+        ),
+        "erf": (
+            -0.37612638903183754,
+            0.11283791670955123,
+            -0.026866170645129278,
+            0.005223977625387411,
+            -0.000854832701564095,
+            0.00012055332331498608,
+            -1.4925616549315293e-05,
+            1.6460982712982636e-06,
+            -1.634140690282251e-07,
+            1.4476682517736882e-08,
+            -9.710489912378796e-10,
+        ),
+        "erfc": (
+            0.991270961669515,
+            4.645188924883547,
+            18.143653467379966,
+            57.316213208768936,
+            137.42046607692143,
+            209.57440260322502,
+            34.38701546574363,
+            -702.5103734844525,
+            -1251.1600970364,
+            1578.3746378231754,
+            7764.688466341091,
+            -2485.6304120063073,
+            -45192.54463776205,
+            1394.3657336543652,
+            284848.82946127915,
+            -39020.73557088121,
+            -1936231.8563580026,
+            1127496.6954671938,
+            12793222.5285824,
+            -15855282.205278898,
+            -59316017.425603956,
+            112236633.70034565,
+        ),
+        "erfinv": (
+            1.501409351110792,
+            0.246640276744167,
+            -0.004177317724383607,
+            -0.0012527079078108667,
+            0.0002182502643439536,
+            -4.996079599531303e-06,
+            -3.416619596296603e-06,
+            4.787252198207556e-07,
+            1.341680341173891e-08,
+            -1.086117031164595e-08,
+            9.073039059190006e-10,
+            1.1960787746285124e-10,
+            -3.1102906010900526e-11,
+            9.111959747320336e-13,
+            5.356699602736404e-13,
+            -7.602569052857872e-14,
+            -2.887952525477296e-15,
+            1.87874806562852e-15,
+            -1.3580378872454838e-16,
+            -2.4817750401521678e-17,
+            4.854476226828944e-18,
+            4.185831356025098e-20,
+            -6.73102367225899e-20,
+            3.556486085446438e-21,
+        ),
+        "erfinv_middle": (
+            2.8329767987282706,
+            1.0016752766933998,
+            0.009445522011985022,
+            -0.0076438055700719714,
+            0.0056851824181672235,
+            -0.003558794015643341,
+            0.00148373733794041,
+            -0.0001488981052567324,
+            -0.0002831243585569027,
+            0.00020551659522283013,
+            -4.6460769644399826e-05,
+            -2.287303589658209e-05,
+            2.1935685671953415e-05,
+            -5.947989483837089e-06,
+            -1.6549135382026016e-06,
+            2.000551772153479e-06,
+            -6.403956376454987e-07,
+            -8.026851153210814e-08,
+            1.638433627765075e-07,
+            -6.354780233859466e-08,
+            -4.59883264410303e-10,
+            1.0623611059898448e-08,
+            -4.230597920344129e-09,
+            5.826742254250187e-10,
+        ),
+        "erfinv_far": (
+            4.849906401408584,
+            1.0103004648645448,
+            -0.000138719318379732,
+            -0.00021503011979905144,
+            7.599527808383692e-05,
+            -1.96817711987717e-05,
+            4.526052683640588e-06,
+            -9.930254707926146e-07,
+            2.2905183766847596e-07,
+            -6.757283989249362e-08,
+            2.902217966253007e-08,
+            -1.521342175031596e-08,
+            7.81361436857981e-09,
+            -3.5344777070321214e-09,
+            1.3268301528074048e-09,
+            -3.805029995332018e-10,
+            6.041144647464289e-11,
+            1.460662905542926e-11,
+            -1.6079545468277016e-11,
+            5.905211024861412e-12,
+            -8.664498192069476e-13,
+        ),
+        "quick_exp": (
+            0.9999999999955084,
+            0.499999999999551,
+            0.16666666786321874,
+            0.04166666678627901,
+            0.008333283535021089,
+            0.001388883910688638,
+            0.00019907571766911045,
+            2.4867872634522084e-05,
+        ),
+        "quick_log": (
+            0.999999999998082,
+            -0.49999999992972244,
+            0.33333333479934385,
+            -0.25000002048048736,
+            0.19999982916463918,
+            -0.1666649013623741,
+            0.14286367957344218,
+            -0.1250664179935503,
+            0.11102951513340073,
+            -0.09878933106155798,
+            0.09054844869509937,
+            -0.09343343330709442,
+            0.09088568559194636,
+            -0.047157739335267734,
+        ),
+        "quick_power": (
+            1.4426950408889634,
+            -0.7213475204444806,
+            0.4808983469628806,
+            -0.3606737602227301,
+            0.28853900820750406,
+            -0.24044917343501884,
+            0.20609928837035435,
+            -0.1803368801082632,
+            0.16029961968978076,
+            -0.14426968730617448,
+            0.13114903508461404,
+            -0.12021475053879563,
+            0.11106080187646819,
+            -0.103286730969818,
+            0.09546043108895835,
+            -0.08721073361159105,
+            0.0866049296096163,
+            -0.09801285291896872,
+            0.09014135757403616,
+            -0.03976398532828536,
+        ),
+        "quick_erf": (
+            0.35353099564340495,
+            -0.0220720291517797,
+            0.0020574237010362348,
+            -0.0002103719705264127,
+            2.2023680710620262e-05,
+            -2.280509288793172e-06,
+            2.2845024194768496e-07,
+            -2.1823150380234987e-08,
+            1.9705935516044825e-09,
+            -1.6738670846255941e-10,
+            1.33618869785565e-11,
+            -1.0046447841219898e-12,
+            7.074060634933833e-14,
+            -4.6032657454160684e-15,
+            2.9037273765388203e-16,
+            -1.9122057318379986e-17,
+            1.0485423624353012e-18,
+            -3.2179379803656475e-20,
+            1.8307235626892695e-21,
+            -2.545436531938569e-22,
+            1.1166462458009535e-23,
+        ),
+        "quick_sin": (
+            -0.16666666666663885,
+            0.008333333331079081,
+            -0.00019841266916847977,
+            2.755599088781438e-06,
+            -2.4805632374609806e-08,
+        ),
+        "quick_cos": (
+            -0.4999999999996389,
+            0.04166666663739423,
+            -0.001388888509122007,
+            2.479986213595104e-05,
+            -2.7237135398010165e-07,
+        ),
+        "single_exp": (
+            0.5,
+            0.1666674017906189,
+            0.04166679084300995,
+        ),
+        "single_log": (
+            -0.5,
+            0.3333333432674408,
+            -0.2500407099723816,
+            0.20003490149974823,
+        ),
+    }
+)
 
-@dataclass(frozen=True)
-class Fit:
-    """A polynomial in (x - centre) of a given degree for ``function(mpmath, x)`` on [low, high].
+EXPANDED: Final = MappingProxyType(
+    {
+        "lgamma_one": (
+            (1.0, 0.0, 0.0),
+            (-0.5772156649015329, 4.942915152430645e-18),
+            (0.8224670334241132, 1.520336175199238e-17),
+            (-0.40068563438653143, 2.250747042487504e-18),
+            (0.27058080842778454, 1.1871280107138412e-17),
+            (-0.20738555102867398, -4.099767328621813e-18),
+            (0.1695571769974082, 2.2393851330167238e-18),
+            (-0.1440498967688461, -9.623140085232555e-18),
+            (0.12550966952474304, -2.5214685384672305e-18),
+            (-0.11133426586956469, -4.643990572582924e-18),
+            (0.1000994575127818, 2.6102404859583283e-18),
+            (-0.09095401714582904, -8.306705457691885e-19),
+        ),
+        "lgamma_two": (
+            (2.0, 0.0, 0.0),
+            (0.42278433509846713, 4.942915152430645e-18),
+            (0.3224670334241132, 1.520336175199238e-17),
+            (-0.0673523010531981, 6.87667631175899e-18),
+            (0.020580808427784546, 1.4629392512775695e-18),
+            (-0.007385551028673986, 4.1051370891788617e-19),
+            (0.0028905103307415234, -7.357950161901912e-20),
+            (-0.001192753911703261, 4.1747852352514e-20),
+            (0.0005096695247430425, -2.780354175057013e-20),
+            (-0.00022315475845357939, 6.032078299350848e-21),
+            (9.945751278180853e-05, 2.734261130690314e-21),
+            (-4.492623673813314e-05, 3.4577848248512954e-22),
+        ),
+        "digamma": (
+            (1.4616321449683622, 9.549995429965697e-17, 2.89392992820415e-33),
+            (0.9676722454476212, -3.387874303038943e-17),
+            (-0.4427631689835921, -2.4685968258808798e-17),
+            (0.258499760955651, -1.50046082237735e-17),
+            (-0.16394270544240652, -5.2948981225636345e-18),
+            (0.10782405069126237, -5.647016933496416e-18),
+            (-0.07219956125645471, 3.0827459843108324e-18),
+            (0.04880428816414311, -2.82635913171961e-18),
+            (-0.03316112647484736, 2.6301239066061398e-18),
+            (0.022597648232218104, 8.453631579784668e-19),
+            (-0.01542476590494896, 3.829693633952811e-19),
+            (0.010538791616612175, 3.958838580981545e-19),
+        ),
+    }
+)
+"""Of ``derivations.EXPANSIONS``, what ``expand`` gives."""
 
-    Its coefficients have ``bits`` bits.
-    """
-
-    function: Callable[[Any, Any], Any]
-    low: float
-    high: float
-    degree: int
-    centre: float = 0.0
-    bits: int = 53
-
-
-@dataclass(frozen=True)
-class Table:
-    """The binary32 numbers nearest to ``function(mpmath, j)`` for j = 0 ... count - 1."""
-
-    function: Callable[[Any, int], Any]
-    count: int
-
-
-def _at_zero(limit: Callable[[Any], Any], function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda m, x: function(m, x) if abs(x) > 1e-60 else limit(m)
-
-
-def _ratio(f: str, z: Any, m: Any) -> Any:
-    """Return f(s) / s as a function of z = s^2."""
-    return getattr(m, f)(m.sqrt(z)) / m.sqrt(z)
-
-
-def _inverse_ratio(m: Any, w: Any) -> Any:
-    """Return erfinv(x) / x, where w = -log(1 - x^2)."""
-    x = m.sqrt(-m.expm1(-w))
-    return m.erfinv(x) / x
-
-
-FITS: Final[dict[str, Fit]] = {
-    # exp(r) = 1 + r + r^2 Q(r), |r| <= log(2)/2
-    "exp": Fit(_at_zero(lambda m: 0.5, lambda m, r: (m.exp(r) - 1 - r) / r**2), -0.34658, 0.34658, 10),
-    # 2 atanh(s) = 2 s + s z P(z), z = s^2, |s| <= (sqrt(2) - 1)/(sqrt(2) + 1)
-    "log": Fit(_at_zero(lambda m: m.mpf(2) / 3, lambda m, z: (2 * _ratio("atanh", z, m) - 2) / z), 0.0, 0.02945, 7),
-    # atanh(s) = s + s z (1/3 + z P(z)): the tail after the two terms that pow keeps in pairs
-    "log_tail": Fit(
-        _at_zero(lambda m: m.mpf(1) / 5, lambda m, z: (_ratio("atanh", z, m) - 1 - z / 3) / z**2), 0.0, 0.02945, 7
-    ),
-    # sin(r) = r + r z P(z), cos(r) = 1 - z/2 + z^2 P(z), z = r^2, |r| <= pi/4
-    "sin": Fit(_at_zero(lambda m: -m.mpf(1) / 6, lambda m, z: (_ratio("sin", z, m) - 1) / z), 0.0, 0.61686, 6),
-    "cos": Fit(_at_zero(lambda m: m.mpf(1) / 24, lambda m, z: (m.cos(m.sqrt(z)) - 1 + z / 2) / z**2), 0.0, 0.61686, 6),
-    # sinh(r) = r + r z P(z), cosh(r) = 1 + z/2 + z^2 P(z), z = r^2, |r| <= log(2)/2
-    "sinh": Fit(_at_zero(lambda m: m.mpf(1) / 6, lambda m, z: (_ratio("sinh", z, m) - 1) / z), 0.0, 0.1202, 5),
-    "cosh": Fit(_at_zero(lambda m: m.mpf(1) / 24, lambda m, z: (m.cosh(m.sqrt(z)) - 1 - z / 2) / z**2), 0.0, 0.1202, 4),
-    # asin(s) = s + s z P(z), z = s^2 <= 1/4; atan(t) = t + t z P(z), z = t^2, |t| <= tan(pi/8)
-    "asin": Fit(_at_zero(lambda m: m.mpf(1) / 6, lambda m, z: (_ratio("asin", z, m) - 1) / z), 0.0, 0.25, 12),
-    "atan": Fit(_at_zero(lambda m: -m.mpf(1) / 3, lambda m, z: (_ratio("atan", z, m) - 1) / z), 0.0, 0.17158, 11),
-    # erf(x) = x (2/sqrt(pi) + z P(z)), z = x^2, |x| <= 3/4
-    "erf": Fit(
-        _at_zero(lambda m: -2 / (3 * m.sqrt(m.pi)), lambda m, z: (_ratio("erf", z, m) - 2 / m.sqrt(m.pi)) / z),
-        0.0,
-        0.5625,
-        10,
-    ),
-    # erfc(x) exp(x^2) = u P(u - 0.15), u = 1 / (x + 3), 3/4 <= x <= 27.5
-    "erfc": Fit(lambda m, u: m.exp((1 / u - 3) ** 2) * m.erfc(1 / u - 3) / u, 1 / 30.5, 1 / 3.75, 21, centre=0.15),
-    # erfinv(x) = x P(w), w = -log(1 - x^2) < 5; x P(sqrt(w)) beyond, up to w = 36.05 at 1 - 2^-53
-    "erfinv": Fit(lambda m, w: _inverse_ratio(m, w), 1e-12, 5.0, 23, centre=2.5),
-    "erfinv_middle": Fit(lambda m, s: _inverse_ratio(m, s * s), 2.236, 4.0, 23, centre=3.0),
-    "erfinv_far": Fit(lambda m, s: _inverse_ratio(m, s * s), 4.0, 6.01, 20, centre=5.0),
-    # quick.py. (exp(r) - 1) / r, |r| <= log(2)/2: 2^-37; log1p(f) / f and log2(1 + f) / f on [sqrt(1/2), sqrt(2)] - 1:
-    # 2^-38 and 2^-51; erf(x) / x, z = x^2 <= 16: 2^-38; (sin(r) / r - 1) / z and (cos(r) - 1) / z, |r| <= pi/4: 2^-42
-    "quick_exp": Fit(_at_zero(lambda m: 1, lambda m, r: m.expm1(r) / r), -0.34658, 0.34658, 7),
-    "quick_log": Fit(_at_zero(lambda m: 1, lambda m, f: m.log1p(f) / f), -0.2929, 0.4143, 13),
-    "quick_power": Fit(_at_zero(lambda m: 1 / m.log(2), lambda m, f: m.log1p(f) / f / m.log(2)), -0.2929, 0.4143, 19),
-    "quick_erf": Fit(_at_zero(lambda m: 2 / m.sqrt(m.pi), lambda m, z: _ratio("erf", z, m)), 0.0, 16.0, 20, centre=8.0),
-    "quick_sin": Fit(_at_zero(lambda m: -m.mpf(1) / 6, lambda m, z: (_ratio("sin", z, m) - 1) / z), 0.0, 0.61686, 4),
-    # single.py. (exp(r) - 1 - r) / r^2, |r| <= log(2)/64; (log1p(f) - f) / f^2, |f| <= 1/64
-    "single_log": Fit(_at_zero(lambda m: -0.5, lambda m, f: (m.log1p(f) - f) / f**2), -0.01563, 0.01563, 3, bits=24),
-    "single_exp": Fit(_at_zero(lambda m: 0.5, lambda m, r: (m.exp(r) - 1 - r) / r**2), -0.0109, 0.0109, 2, bits=24),
-    "quick_cos": Fit(_at_zero(lambda m: -m.mpf(1) / 2, lambda m, z: (m.cos(m.sqrt(z)) - 1) / z), 0.0, 0.61686, 4),
-}
-
-
-PAIRED: Final = {
-    # erfc(x) exp(x^2) = u P(u - 0.15) as above, to 2^-96
-    "erfc": Fit(lambda m, u: m.exp((1 / u - 3) ** 2) * m.erfc(1 / u - 3) / u, 1 / 30.5, 1 / 3.75, 35, centre=0.15),
-}
-"""Polynomials whose coefficients are pairs."""
-
-
-def _rounded_power(m: Any, j: int) -> Any:
-    """Return 2^(j/32) in binary32."""
-    return m.mpf(_rounded(m, m.mpf(2) ** (m.mpf(j) / 32), 24))
-
-
-def _inverse(m: Any, j: int) -> Any:
-    """Return 32 / (32 + j) in binary32."""
-    return m.mpf(_rounded(m, m.mpf(32) / (32 + j), 24))
-
-
-def _short_log(m: Any, j: int) -> Any:
-    """Return -log of ``_inverse``, rounded to a multiple of 2^-16."""
-    return m.nint(-m.log(_inverse(m, j)) * 2**16) / 2**16
-
-
-def _piece(power: int, rest: bool = False) -> Table:
-    """Return the table of one power's coefficients over the 32 pieces of erf(a) / a.
-
-    rest: of what the binary32 coefficients lack instead.
-    """
-
-    def value(m: Any, j: int) -> Any:
-        exact = _erf_pieces(m, j)[power]
-        return exact - m.mpf(_rounded(m, exact, 24)) if rest else exact
-
-    return Table(value, 32)
-
-
-TABLES: Final[dict[str, Table]] = {
-    # 2^(j/32), and by how much j log(2)/32 exceeds the logarithm of its binary32 value
-    "exp_power": Table(lambda m, j: m.mpf(2) ** (m.mpf(j) / 32), 32),
-    "exp_excess": Table(lambda m, j: j * m.log(2) / 32 - m.log(_rounded_power(m, j)), 32),
-    # c = 32 / (32 + j), and -log of its binary32 value in two parts, the first a multiple of 2^-16
-    "log_inverse": Table(_inverse, 32),
-    "log_head": Table(_short_log, 32),
-    "log_rest": Table(lambda m, j: -m.log(_inverse(m, j)) - _short_log(m, j), 32),
-    # The coefficients of erf(a) / a around the multiples of 1/8
-    **{f"erf_{power}": _piece(power) for power in range(7)},
-    **{f"erf_rest_{power}": _piece(power, rest=True) for power in (0, 1)},
-}
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """Taylor's series of a function at a zero, from the first power on. Each number is a sum of binary64 numbers."""
-
-    zero: Callable[[Any], Any]
-    coefficient: Callable[[Any, int], Any]
-    terms: int = 11
-
-
-def _digamma_zero(m: Any) -> Any:
-    return m.findroot(m.digamma, m.mpf("1.4616321449683623"))
-
-
-EXPANSIONS: Final[dict[str, Expansion]] = {
-    "lgamma_one": Expansion(lambda m: m.mpf(1), lambda m, k: -m.euler if k == 1 else (-1) ** k * m.zeta(k) / k),
-    "lgamma_two": Expansion(
-        lambda m: m.mpf(2), lambda m, k: 1 - m.euler if k == 1 else (-1) ** k * (m.zeta(k) - 1) / k
-    ),
-    "digamma": Expansion(_digamma_zero, lambda m, k: m.psi(k, _digamma_zero(m)) / m.factorial(k)),
-}
-
-
-def expand(expansion: Expansion) -> tuple[tuple[float, ...], ...]:
-    """Return the zero as three numbers, then each coefficient as two. Needs mpmath."""
-    import mpmath  # type: ignore[import-untyped]
-
-    with mpmath.workprec(400):
-        rest = [_parts(mpmath, expansion.coefficient(mpmath, k), 2) for k in range(1, expansion.terms + 1)]
-        return _parts(mpmath, expansion.zero(mpmath), 3), *rest
-
-
-def _parts(m: Any, value: Any, count: int) -> tuple[float, ...]:
-    """Return ``count`` binary64 numbers whose sum is the value to their joint precision."""
-    head = float(value)
-    return (head,) if count == 1 else (head, *_parts(m, value - head, count - 1))
-
-
-def derive(fit: Fit) -> tuple[float, ...]:
-    """Return the coefficients, lowest power first. Needs mpmath."""
-    import mpmath
-
-    with mpmath.workprec(400):
-        return tuple(_rounded(mpmath, c, fit.bits) for c in _interpolant(mpmath, fit))
-
-
-def derive_pairs(fit: Fit) -> tuple[tuple[float, ...], ...]:
-    """Return the coefficients as pairs, lowest power first. Needs mpmath."""
-    import mpmath
-
-    with mpmath.workprec(600):
-        return tuple(_parts(mpmath, c, 2) for c in _interpolant(mpmath, fit))
-
-
-def _interpolant(m: Any, fit: Fit) -> tuple[Any, ...]:
-    low, high, count = m.mpf(fit.low), m.mpf(fit.high), fit.degree + 1
-    points = [(low + high) / 2 + (high - low) / 2 * m.cos(m.pi * (2 * i + 1) / (2 * count)) for i in range(count)]
-    powers = m.matrix([[(x - fit.centre) ** j for j in range(count)] for x in points])
-    return tuple(m.lu_solve(powers, m.matrix([fit.function(m, x) for x in points])))
-
-
-@cache
-def _erf_pieces(m: Any, j: int) -> tuple[Any, ...]:
-    """Return the coefficients of erf(a) / a in powers of a - j/8, |a - j/8| <= 1/16, unrounded."""
-    ratio = _at_zero(lambda m: 2 / m.sqrt(m.pi), lambda m, a: m.erf(a) / a)
-    return _interpolant(m, Fit(lambda m, u: ratio(m, m.mpf(j) / 8 + u), -0.0625, 0.0625, 6))
-
-
-def tabulate(table: Table) -> tuple[float, ...]:
-    """Return the entries of a table. Needs mpmath."""
-    import mpmath
-
-    with mpmath.workprec(400):
-        return tuple(_rounded(mpmath, table.function(mpmath, j), 24) for j in range(table.count))
-
-
-def _rounded(m: Any, value: Any, bits: int) -> float:
-    """Round to the nearest number of ``bits`` bits.
-
-    A value below 2^-100 is a zero with an error of elimination, and becomes 0.
-    """
-    with m.workprec(bits):
-        return float(+m.mpf(value)) if abs(value) > 2.0**-100 else 0.0
-
-
-if __name__ == "__main__":
-    known: tuple[tuple[Any, Any], ...] = (
-        (FITS, derive),
-        (PAIRED, derive_pairs),
-        (TABLES, tabulate),
-        (EXPANSIONS, expand),
-    )
-    for name, function, row in [(name, function, rows[name]) for rows, function in known for name in rows]:
-        if name in (sys.argv[1:] or (name,)):
-            print(f'    "{name}": (')
-            print("\n".join(f"        {c!r}," for c in function(row)))
-            print("    ),")
+ERFC_PAIRS: Final = (
+    (0.991270961669515, -1.6689291995094413e-17),
+    (4.645188924883547, -9.759205060824302e-17),
+    (18.143653467379977, -9.218498846891154e-16),
+    (57.316213208768865, 6.623386037066649e-16),
+    (137.42046607689224, -1.9672221743779375e-15),
+    (209.5744026033895, -1.01017051397809e-15),
+    (34.38701549904217, -1.3554281404149613e-16),
+    (-702.5103736530925, 2.725917693374612e-14),
+    (-1251.1601165380723, 1.0090923921841696e-13),
+    (1578.3747303988118, 8.974335609972076e-14),
+    (7764.695137921285, -2.216234141854378e-13),
+    (-2485.6607787972493, -5.106970498104127e-14),
+    (-45193.97002532314, -1.3710320688895611e-12),
+    (1400.68313905318, 4.4879809608825425e-14),
+    (285044.91131950787, 5.584109793446719e-12),
+    (-39878.445542229754, -3.5392886945612612e-12),
+    (-1953630.17633116, -7.698844144668405e-11),
+    (1203819.8762900385, 1.2961925573276366e-11),
+    (13758506.772116423, 9.262326086002557e-10),
+    (-20214369.305649176, 1.3302726755992506e-09),
+    (-89979563.0655938, -6.427898696119492e-09),
+    (263478175.97759813, -7.839476589512544e-09),
+    (430794905.34914225, -5.584330250252283e-09),
+    (-2857380850.655686, -1.0346470742378334e-07),
+    (462179973.961131, 1.4706121152320665e-09),
+    (25066302422.219883, 9.571804756822517e-07),
+    (-47762653841.69634, 2.59627367956264e-06),
+    (-149024672259.68365, 1.4553551961400715e-06),
+    (755592899899.6459, 4.872662722152423e-06),
+    (-33954033110.18425, -1.7956971903290338e-06),
+    (-7701777745226.514, 0.0003630700466337067),
+    (14954162813897.068, -0.00011631734194123777),
+    (51510343842563.55, -0.003306324822888561),
+    (-199570312186600.62, 0.014733954322247615),
+    (-174651592118370.4, -0.011518945209844037),
+    (1113976507641740.0, 0.04037166092079632),
+)
+"""The coefficients of ``derivations.PAIRED``."""

@@ -16,7 +16,8 @@ from typing import Final
 from fxround.numerics.arithmetic.scalar import Expr, absolute, const, fma, negate, select, sqrt
 from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, power_of_two
-from fxround.numerics.elementary.coefficients import FITS
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
+from fxround.numerics.elementary.derivations import FITS
 from fxround.numerics.elementary.exponential import exponential, is_infinite
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import log1p_pair
@@ -33,7 +34,6 @@ from fxround.numerics.elementary.pairs import (
     two_sum,
     with_sign_of,
 )
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 TWO_OVER_SQRT_PI: Final = (1.1283791670955126, 1.533545961316588e-17)
 HALF_SQRT_PI: Final = (0.886226925452758, -3.8332932499128993e-17)

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 from fxround.numerics.arithmetic.scalar import Expr, absolute, fma, maximum, minimum, negate
 from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, clamped, power_of_two, round_to_integer
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import Pair, f64, fast_two_sum, polynomial, two_product, two_sum
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 LN2: Final = (0.6931471805598903, 5.497923018708371e-14)
 """log 2: the first part has 42 significant bits."""

@@ -29,12 +29,14 @@ from fxround.numerics.elementary.approximation import (
     power_of_two,
     round_to_integer,
 )
+from fxround.numerics.elementary.coefficients import ERFC_PAIRS
 from fxround.numerics.elementary.error_function import HALF_SQRT_PI, NEAR, TWO_OVER_SQRT_PI
 from fxround.numerics.elementary.error_function import erfinv as short_erfinv
 from fxround.numerics.elementary.exponential import LN2_FULL, at_least, at_most, is_infinite
 from fxround.numerics.elementary.hyperbolic import square_plus
 from fxround.numerics.elementary.inverse_trigonometric import QUARTER_PI, TAN_PI_8, comparable
 from fxround.numerics.elementary.logarithm import LOG2_E, LOG10_2, LOG10_E, domain, is_power_of_ten, split
+from fxround.numerics.elementary.modulo_pi import EXTENDED64, quarter_turns
 from fxround.numerics.elementary.pairs import (
     Pair,
     add,
@@ -61,9 +63,7 @@ from fxround.numerics.elementary.precise import (
     precise_expm1,
     precise_log,
 )
-from fxround.numerics.elementary.reduction import EXTENDED64, quarter_turns
 from fxround.numerics.elementary.roots import cbrt, rsqrt
-from fxround.numerics.elementary.tables import ERFC_PAIRS
 from fxround.numerics.elementary.trigonometric import is_odd, not_finite, sign_of_half_turn
 
 ONE: Final = (1.0, 0.0)

@@ -23,7 +23,9 @@ from typing import Final
 
 from fxround.numerics.arithmetic.scalar import Expr, absolute, const, negate, rarely, select
 from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.elementary.coefficients import EXPANDED
 from fxround.numerics.elementary.function import Elementary
+from fxround.numerics.elementary.modulo_pi import TWO_OVER_PI
 from fxround.numerics.elementary.pairs import (
     Pair,
     add,
@@ -37,8 +39,6 @@ from fxround.numerics.elementary.pairs import (
     two_sum,
 )
 from fxround.numerics.elementary.precise import pair_constant, pair_series, precise_log
-from fxround.numerics.elementary.reduction import TWO_OVER_PI
-from fxround.numerics.elementary.tables import EXPANDED
 
 SHIFT: Final = 14
 PI: Final = Fraction(2 << 1280, TWO_OVER_PI)

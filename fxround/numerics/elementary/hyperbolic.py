@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from fxround.numerics.arithmetic.scalar import Expr, absolute, fma, negate, select
 from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import TINY, Approximation, power_of_two
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.exponential import at_most, is_infinite, reduced, remainder
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import log1p_pair
@@ -33,7 +34,6 @@ from fxround.numerics.elementary.pairs import (
     two_sum,
     with_sign_of,
 )
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 
 class Halves(NamedTuple):

@@ -16,8 +16,10 @@ from typing import Final
 
 from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, fma, maximum, minimum, select
 from fxround.numerics.elementary.approximation import Approximation, power_of_two, significand
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.exponential import is_infinite
 from fxround.numerics.elementary.function import Elementary
+from fxround.numerics.elementary.modulo_pi import HALF_PI
 from fxround.numerics.elementary.pairs import (
     Pair,
     choose,
@@ -32,8 +34,6 @@ from fxround.numerics.elementary.pairs import (
     two_sum,
     with_sign_of,
 )
-from fxround.numerics.elementary.reduction import HALF_PI
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 QUARTER_PI: Final = (0.7853981633974483, 3.061616997868383e-17)
 TAN_PI_8: Final = 0.41421356237309503

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 from fxround.numerics.arithmetic.scalar import Expr, bits, fma, from_bits, minimum, negate, select
 from fxround.numerics.elementary import quick, single
 from fxround.numerics.elementary.approximation import Approximation, Case, clamped, integer_to_f64, round_to_integer
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.exponential import LN2
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.pairs import Pair, choose, f64, fast_two_sum, polynomial, two_product, two_sum
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 LOG2_E: Final = (1.4426950408889634, 2.0355273740931033e-17)
 LOG10_E: Final = (0.4342944819032518, 1.098319650216765e-17)

@@ -32,6 +32,7 @@ from typing import Final
 from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, fma, rarely, select
 from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation, Case, clamped, power_of_two
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.exponential import LN2, exponential, is_infinite
 from fxround.numerics.elementary.function import Elementary
 from fxround.numerics.elementary.logarithm import split
@@ -48,7 +49,6 @@ from fxround.numerics.elementary.pairs import (
     with_sign_of,
 )
 from fxround.numerics.elementary.precise import precise_exp, precise_log
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 NOISE: Final = 2.0**-82
 THIRD: Final = (0.3333333333333333, 1.850371707708594e-17)

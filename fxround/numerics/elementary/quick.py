@@ -30,9 +30,9 @@ from fxround.numerics.arithmetic.scalar import (
     signed_to_f64,
 )
 from fxround.numerics.elementary.approximation import SHIFTER, SIGN, clamped
-from fxround.numerics.elementary.coefficients import FITS
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
+from fxround.numerics.elementary.derivations import FITS
 from fxround.numerics.elementary.pairs import f64, polynomial
-from fxround.numerics.elementary.tables import COEFFICIENTS
 from fxround.numerics.formats.carriers import CARRIERS
 
 MAGNITUDE: Final = (1 << 63) - 1

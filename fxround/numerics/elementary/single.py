@@ -29,9 +29,9 @@ from fxround.numerics.arithmetic.scalar import (
     select,
     signed_to_f32,
 )
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.pairs import Pair, fast_two_sum, two_product, two_sum
 from fxround.numerics.elementary.single_tables import ENTRIES
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 
 def _nearest(value: float) -> float:

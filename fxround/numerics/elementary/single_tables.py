@@ -1,4 +1,4 @@
-"""The entries that ``coefficients.tabulate`` returns, each a binary32 number. A test compares them."""
+"""The entries that ``derivations.tabulate`` returns, each a binary32 number. A test compares them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """sin, cos and tan: two polynomials on [-pi/4, pi/4] after an exact reduction.
 
-x = n pi/2 + r + r', where r + r' is good to 2^-75 relatively for every finite x (``reduction``). sin and cos of r + r'
+x = n pi/2 + r + r', where r + r' is good to 2^-75 relatively for every finite x (``modulo_pi``). sin and cos of r + r'
 are pairs whose heads are r and 1 - r^2/2, good to 2^-56. The quadrant n picks one of them and its sign. sin(+-0) and
 tan(+-0) keep their sign because the sign is applied last; infinities are cases.
 """
@@ -13,7 +13,9 @@ from typing import Final
 from fxround.numerics.arithmetic.scalar import Expr, absolute, fma, from_bits, negate
 from fxround.numerics.elementary import quick
 from fxround.numerics.elementary.approximation import Approximation, Case
+from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.function import Elementary
+from fxround.numerics.elementary.modulo_pi import quarter_turns
 from fxround.numerics.elementary.pairs import (
     Pair,
     choose,
@@ -25,8 +27,6 @@ from fxround.numerics.elementary.pairs import (
     two_product,
     with_sign_of,
 )
-from fxround.numerics.elementary.reduction import quarter_turns
-from fxround.numerics.elementary.tables import COEFFICIENTS
 
 
 def _sin(r: Pair) -> Pair:

@@ -11,7 +11,7 @@ from fxround.graph.dialect import Call, Convolution, ConvolutionInputGradient, C
 from fxround.graph.dtypes import dtype_of
 from fxround.runtime.contractions import Plain, convolution, input_gradient, weight_gradient
 from fxround.runtime.cpu.contraction import Pending, begin_product
-from fxround.runtime.cpu.depthwise import begin_planes, planned, shape_of
+from fxround.runtime.cpu.planes import begin_planes, planned, shape_of
 
 
 def begin_convolution(call: Convolution[Tensor]) -> Pending:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from fxround.numerics.arithmetic.drawing import drawn_word
 from fxround.numerics.arithmetic.scalar import WIDTH, Expr, bits, const, from_bits, select, widen
+from fxround.numerics.arithmetic.thresholds import drawn_word
 from fxround.numerics.formats.carriers import Carrier, is_nan_code, ordinal_of
 from fxround.numerics.modes import Mode, Rounding
 
