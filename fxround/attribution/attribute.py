@@ -31,6 +31,7 @@ from fxround.attribution.linearized import Effects, Linearized, SiteLosses, Stat
 from fxround.attribution.losses import require_losses
 from fxround.attribution.report import DOUBT, AttributionReport, LayerDeviation, SiteShare
 from fxround.attribution.subject import Subject
+from fxround.attribution.widening import widely
 from fxround.compiler.signature import require_module
 from fxround.errors import type_of
 from fxround.graph.site import Site
@@ -220,7 +221,7 @@ class _Result:
             given = iter(tensors)
             leaves = [next(given) if is_float(s.derived) else s.bits for s in states]
             made = pytree.tree_unflatten(leaves, spec)
-            flat = _tensors(made if output is None else output(made), output is not None)
+            flat = _tensors(made if output is None else widely(output, made), output is not None)
             shapes[:] = [tuple(tensor.shape) for tensor in flat]
             return (torch.cat([tensor.reshape(-1) for tensor in flat]),)
 
@@ -368,7 +369,7 @@ class _Samples:
             for name, value in seen.items():
                 add(name, next(leaf for leaf in pytree.tree_leaves(value) if is_float(leaf)))
             wide = pytree.tree_unflatten([x.double() if is_float(x) else x for x in leaves], subject.spec)
-            made = _tensors(wide if output is None else output(wide), output is not None)
+            made = _tensors(wide if output is None else widely(output, wide), output is not None)
             add("", torch.cat([tensor.detach().reshape(-1) for tensor in made]).double())
         # Of a sample, not of a population.
         more = math.sqrt(samples / (samples - 1))

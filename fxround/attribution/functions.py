@@ -145,7 +145,7 @@ _FUNCTIONS: Final[Mapping[type[Call[Any]], Callable[[Any], Tensor]]] = MappingPr
         Cumsum: lambda call: call.x.cumsum(call.dim),
         Cumprod: lambda call: call.x.cumprod(call.dim),
         ScatterAdd: lambda call: call.x.scatter_add(call.dim, call.index.long(), call.src),
-        IndexPut: lambda call: call.x.index_put(_indices(call), call.values, accumulate=True),
+        IndexPut: lambda call: aten.index_put(call.x, _indices(call), call.values, accumulate=True),
         HadamardTransform: _hadamard,
     }
 )

@@ -17,7 +17,8 @@ d crosses a kink or changes a decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter, getitem
 from typing import Any, Final
@@ -520,7 +521,8 @@ class Linearized:
         """
         with torch.enable_grad():
             derived = function(lambda key: states[key].derived, _wide_enough)
-        moved = _passed(function, states, keys, bits)
+        with differentiable(f"{located(node)}"):
+            moved = _passed(function, states, keys, bits)
         missed: Tensor | None = None
         with torch.no_grad():
             exact = function(lambda key: states[key].shifted(0), _binary64)
@@ -678,6 +680,20 @@ def _passed(function: Function, states: Mapping[Any, State], keys: Sequence[Any]
     passed = (None if p is None else p.nan_to_num(0.0, 0.0, 0.0) for p in directional(of, primals, tangents))
     made = [next(passed) if is_float(leaf) else None for leaf in leaves]
     return pytree.tree_unflatten(made, structure)
+
+
+@contextmanager
+def differentiable(what: str) -> Iterator[None]:
+    """Raise UnsupportedOperator for derivatives that PyTorch does not have; what: whose they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "is not implemented" not in str(error):
+            raise
+        raise UnsupportedOperator(
+            f"{what}: the {error} in PyTorch, so that the effects of errors that pass it are unknown; write it with "
+            "operations that have derivatives of second order, or measure with fxround.variability"
+        ) from error
 
 
 def directional(

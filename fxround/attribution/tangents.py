@@ -14,8 +14,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxround.attribution.linearized import Linearized, State, is_float
+from fxround.attribution.linearized import Linearized, State, differentiable, is_float
 from fxround.attribution.losses import Loss
+from fxround.attribution.widening import widely
 from fxround.errors import type_of
 from fxround.graph.site import Site
 
@@ -38,7 +39,7 @@ class Tangents:
             given = dict(zip(floats, tensors, strict=True))
             with torch.enable_grad():
                 leaves = [given.get(i, state.bits) for i, state in enumerate(results)]
-                value = self._value(pytree.tree_unflatten(leaves, self.spec))
+                value = self._value(pytree.tree_unflatten(leaves, self.spec), states[0].bits.dtype)
                 made = torch.autograd.grad(value, tensors, create_graph=further, allow_unused=True)
             return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(made, tensors, strict=True))
 
@@ -61,7 +62,8 @@ class Tangents:
                 other = [rounded.double() - wide for rounded, wide in zip(at(near), moving_to, strict=True)]
             middle = tuple(state.shifted(0) for state in states)
             moving = tuple(s.shifted(1) - m for s, m in zip(states, middle, strict=True))
-            moved = torch.autograd.functional.jvp(gradients, middle, moving, strict=False)[1]
+            with differentiable("loss"):
+                moved = torch.autograd.functional.jvp(gradients, middle, moving, strict=False)[1]
         entered = []
         for place, index in zip(places, wanted, strict=True):
             passed = moved[place]
@@ -79,14 +81,16 @@ class Tangents:
     def values(self, results: list[Any], wanted: list[int]) -> list[Tensor]:
         """Return the gradients of results at these positions for these results."""
         leaves = [value.detach().requires_grad_() if is_float(value) else value for value in results]
+        own = next(leaf.dtype for leaf in leaves if is_float(leaf))
         with torch.enable_grad():
-            value = self._value(pytree.tree_unflatten(leaves, self.spec))
+            value = self._value(pytree.tree_unflatten(leaves, self.spec), None if own == torch.float64 else own)
             made = torch.autograd.grad(value, [leaves[i] for i in wanted], allow_unused=True)
         return [torch.zeros_like(leaves[i]) if g is None else g for g, i in zip(made, wanted, strict=True)]
 
-    def _value(self, made: Any) -> Tensor:
-        value = self.loss(made)
+    def _value(self, made: Any, own: torch.dtype | None) -> Tensor:
+        value: Any = widely(self.loss, made, own)
         if not is_float(value) or value.numel() != 1:
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type_of(value)
             raise TypeError(f"loss returned {kind}; expected a floating-point tensor of one element")
-        return value
+        one: Tensor = value
+        return one

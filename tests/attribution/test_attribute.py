@@ -181,6 +181,36 @@ def test_the_gradients_of_a_loss_are_attributed(policy: str) -> None:
     assert report.result is not None and torch.equal(report.result, gradients.double())
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: F.binary_cross_entropy(torch.sigmoid(y), torch.linspace(0, 1, 54).reshape(9, 6)),
+        lambda y: F.huber_loss(y.float(), torch.ones(9, 6)),
+        lambda y: (y.to(torch.float32) - torch.ones(9, 6)).abs_().square().mean(),
+    ],
+    ids=["binary cross entropy", "huber", "in place"],
+)
+def test_a_loss_with_targets_of_its_own_dtype(loss: Any) -> None:
+    model, x = mlp()[:4].train(), torch.randn(9, 24)
+    report = fxround.attribute(model, x, "reproducible", loss=loss)
+    assert report.ratio == pytest.approx(1, abs=0.02) and report.gained is not None and report.gained > 4
+    sampled = fxround.attribute(mlp()[:4], x, "stochastic", output=loss, check=200)
+    assert sampled.ratio == pytest.approx(1, abs=SAMPLED)
+
+
+def test_the_gradient_of_an_index_behind_a_whole_dimension() -> None:
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.tanh(self.weight)[:, :, torch.tensor([0, 3, 3, 1])]
+
+    report = fxround.attribute(Picking(), torch.randn(3, 4, 4), "bfloat16", loss=lambda y: y.square().sum())
+    assert report.ratio == pytest.approx(1, abs=0.02)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_training_step_is_attributed_and_changes_nothing(kind: Any) -> None:
     model, x, target = mlp()[:4].train(), torch.randn(9, 24), torch.randint(0, 6, (9,))
@@ -438,6 +468,9 @@ def test_what_cannot_be_attributed_is_refused() -> None:
         fxround.attribute(nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64), "stochastic")
     with pytest.raises(UnsupportedOperator, match="complex"):
         fxround.attribute(Calls(lambda x: torch.fft.fft(x).abs()), torch.randn(8), "stochastic")
+    target = torch.tensor([0, 1, 2, 3])
+    with pytest.raises(UnsupportedOperator, match="loss: the derivative for aten::multi_margin_loss_backward"):
+        fxround.attribute(nn.Linear(3, 4), torch.randn(4, 3), loss=lambda y: F.multi_margin_loss(y, target))
     with pytest.raises(ValueError, match="at most 4,096"):
         fxround.attribute(Calls(lambda x: x * x), torch.randn(5000), elements=True)
     with pytest.raises(ValueError, match="no result of the model depends on a parameter"):
