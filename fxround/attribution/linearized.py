@@ -42,7 +42,7 @@ from fxround.attribution.losses import (
 from fxround.eager.round import round as round_stochastically
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dialect import CALLS, ContractionCall, Convolution, Cumsum, Matmul, Pointwise, Sum, loops_of, read
-from fxround.graph.dtypes import FORMAT_OF
+from fxround.graph.dtypes import FORMAT_OF, result_storage
 from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
 from fxround.kernels import from_text
 from fxround.kernels.maps import steps_kernel
@@ -51,7 +51,7 @@ from fxround.kernels.program import Statement
 from fxround.kernels.shapes import Exact
 from fxround.numerics.modes import Rounding
 from fxround.operators.rules import rule_of
-from fxround.runtime.draw import Draw
+from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import loads_of
 from fxround.runtime.run import run_kernel
 
@@ -59,6 +59,13 @@ from fxround.runtime.run import run_kernel
 _MULTILINEAR: Final = (ContractionCall, Sum, Cumsum)
 _LINEAR: Final = frozenset(("identity", "neg", "add", "sub"))
 _BILINEAR: Final = frozenset(("mul", "fma"))
+_NAMES: Final = """
+    view _unsafe_view reshape alias permute transpose.int t expand squeeze squeeze.dim squeeze.dims unsqueeze
+    slice.Tensor select.int clone cat stack split.Tensor split_with_sizes unbind.int diagonal unfold flip roll repeat
+    tril triu embedding gather index.Tensor index_select
+"""
+# Operators of ATen that move values and are linear in all of their floating-point tensors together.
+MOVES: Final = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _NAMES.split())
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,15 @@ class State:
         """Whether the perturbation changes a value that is no floating point."""
         return any(isinstance(leaf, Decisions) for leaf in _leaves(self.moved))
 
+    def moved_or_zero(self) -> Any:
+        """Return the perturbation of floating-point tensors, zeros where there is none; other values as they are."""
+        bits, structure = pytree.tree_flatten(self.bits)
+        leaves = [
+            moved if moved is not None else x.new_zeros(x.shape, dtype=_wide_enough(x.dtype)) if is_float(x) else x
+            for x, moved in zip(bits, _leaves(self.moved), strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, structure)
+
     def as_numbers(self) -> State:
         """Return the state of a mask as numbers, zeros and ones."""
         decided = self.moved
@@ -325,7 +341,7 @@ class Linearized:
             return given if isinstance(given, State) else State.constant(given)
         if node.op == "get_attr":
             return State.constant(attrgetter(str(node.target))(self.graph))
-        if node.target in CALLS and node not in self._scales and (state := self._in_one_pass(node)) is not None:
+        if node not in self._scales and (state := self._shortly(node)) is not None:
             return state
         with torch.no_grad():
             bits = _called(node, lambda used: self._states[used].bits, None)
@@ -360,29 +376,86 @@ class Linearized:
         stored = None if call is None else stored_deterministically(call)
         return self._operation(node, function, self._states, node.all_input_nodes, bits, lost, linear, None, stored)
 
+    def _shortly(self, node: fx.Node) -> State | None:
+        """Return the state of an operation that needs no other evaluation than that of its bits, else None.
+
+        It moves values, or has a kernel of ``kernels.perturbed``.
+        """
+        if node.target in CALLS:
+            return self._in_one_pass(node)
+        if node.target is getitem:
+            of, place = self._states[node.args[0]], node.args[1]
+            return State(of.bits[place], of.derived[place], of.moved[place]) if is_float(of.bits[place]) else None
+        if str(node.target) in MOVES:
+            return self._linear_move(node)
+        rule = rule_of(node)
+        if rule is None or rule.kind != "exact" or not rule.body or len(node.args) != 1:
+            return None
+        (operand,) = node.args
+        of = self._states[operand]
+        if not is_float(of.bits) or isinstance(of.moved, Decisions):
+            return None
+        with torch.no_grad():
+            bits = _called(node, lambda used: self._states[used].bits, None)
+        text = f"t0 = {rule.body.format('x0')} @ exact"
+        return self._statement_in_one_pass(node, text, [of.bits], [of], bits.dtype, NO_KEY, bits)
+
+    def _linear_move(self, node: fx.Node) -> State | None:
+        """Return the state of what moves values, whose perturbation moves as they do; None for decisions among them."""
+        used = [self._states[one] for one in node.all_input_nodes]
+        if any(not isinstance(leaf, Tensor | None) for one in used for leaf in _leaves(one.moved)):
+            return None
+        leaves = [leaf for one in used for leaf in pytree.tree_leaves(one.bits)]
+        if not any(map(is_float, leaves)):
+            return None
+        if all(leaf.dtype == torch.float32 for leaf in leaves if is_float(leaf)):
+            with torch.enable_grad():
+                derived = _called(node, lambda one: self._states[one].derived, None)
+            bits = pytree.tree_map(Tensor.detach, derived)
+        else:
+            with torch.enable_grad():
+                derived = _called(node, lambda one: self._states[one].derived, _wide_enough)
+            with torch.no_grad():
+                bits = _called(node, lambda one: self._states[one].bits, None)
+        if not any(one.moves for one in used):
+            return State(bits, derived, pytree.tree_map(lambda _: None, bits))
+        with torch.no_grad():
+            moved = _called(node, lambda one: self._states[one].moved_or_zero(), _wide_enough)
+        return State(bits, derived, moved)
+
     def _in_one_pass(self, node: fx.Node) -> State | None:
         """Return the state of an operation for which there are kernels of ``kernels.perturbed``, else None."""
         call, operands = _read(node, self._states), [self._states[used] for used in _operands(node)]
         if not all(is_float(one.bits) and not isinstance(one.moved, Decisions) for one in operands):
             return None
         if isinstance(call, Pointwise):
-            return self._statement_in_one_pass(node, call, operands)
+            key = Draw.of(call.rng, call.node).key()
+            return self._statement_in_one_pass(node, call.program, call.xs, operands, call.dtype, key)
         if isinstance(call, ContractionCall | Sum) and self.noise is not None:
             return self._chain_in_one_pass(node, call, operands)
         return None
 
-    def _statement_in_one_pass(self, node: fx.Node, call: Pointwise[Tensor], operands: Sequence[State]) -> State | None:
-        program = from_text.program(call.program)
-        if len(program.statements) != 1:
-            return None
-        (statement,) = program.statements
+    def _statement_in_one_pass(
+        self,
+        node: fx.Node,
+        text: str,
+        xs: Sequence[Tensor],
+        operands: Sequence[State],
+        dtype: torch.dtype,
+        key: Any,
+        bits: Tensor | None = None,
+    ) -> State | None:
+        """Return the state of a program's only statement. bits: its value, if another kernel computes it."""
+        statement, *more = from_text.program(text).statements
         read = [f"x{i}" in statement.operands for i in range(len(operands))]
         moved = tuple(reads and one.moved is not None for reads, one in zip(read, operands, strict=True))
-        kernel = perturbed_statement(call.program, loads_of(call.xs), call.results[0], moved, self.noise is not None)
-        if kernel is None:
+        kernel = perturbed_statement(text, loads_of(xs), result_storage(dtype), moved, self.noise is not None)
+        if more or kernel is None:
             return None
         given = [one.moved for one, moves in zip(operands, moved, strict=True) if moves]
-        made = run_kernel(kernel.kernel, [*call.xs, *given], Draw.of(call.rng, call.node).key())
+        made = run_kernel(kernel.kernel, [*xs, *given], key)
+        if bits is not None:
+            made[0] = bits
         value = _derivable(made[0])
         derived = value
         if any(reads and one.derived.requires_grad for reads, one in zip(read, operands, strict=True)):

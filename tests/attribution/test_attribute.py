@@ -17,11 +17,13 @@ from torch.nn import functional as F
 
 import fxround
 from fxround.attribution.functions import function_of
+from fxround.attribution.linearized import MOVES
 from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.fingerprint import hash as bits_of
 from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import quantum, round_exact
+from fxround.operators.rules import RULES
 
 POLICIES = ("stochastic", "bfloat16", "up_down", "cestac", "e4m3fn/stochastic", "mxfp4", "reproducible")
 
@@ -125,6 +127,22 @@ def test_the_only_rounding_has_all_of_the_variance() -> None:
         assert deviation**2 == pytest.approx(float(lost * (q - lost)), rel=1e-6)
     assert [row.share for row in report.rows] == [1.0]
     assert report.rows[0].operator == "aten.mul.Tensor"
+
+
+def test_what_is_moved_keeps_its_deviation_and_a_choice_its_doubt() -> None:
+    assert {RULES[name].kind for name in MOVES} == {"movement"}
+
+    def moved(x: Tensor, y: Tensor) -> Tensor:
+        sums = (x + y).reshape(4, 6).t().unsqueeze(0).expand(2, 6, 4)
+        first, second = torch.cat([sums, y.reshape(1, 6, 4)]).flip(1).split([2, 1])
+        return torch.relu(torch.stack([first[0], second[0], first[1].clone()]))
+
+    x, y = torch.rand(24) + 1, torch.rand(24)
+    report = fxround.attribute(Calls(moved), (x, y), "stochastic", elements=True)
+    alone = fxround.attribute(Calls(torch.add), (x, y), "stochastic", elements=True)
+    assert report.elements is not None and alone.elements is not None
+    sums = alone.elements.reshape(4, 6).t().flip(0)
+    assert torch.equal(report.elements, torch.stack([sums, torch.zeros(6, 4), sums])) and report.trusted
 
 
 def test_the_sensitivity_of_a_result_is_the_error_of_the_format() -> None:
