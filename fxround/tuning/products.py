@@ -89,6 +89,32 @@ class Product:
         ]
         return torch.stack([part.movedim(1, -1).reshape(-1, size.numel()) for part in parts])
 
+    def finite_inputs(self) -> Tensor:
+        """Return ``input_matrices()``. Raises ValueError for inputs with NaNs or infinities."""
+        x = self.input_matrices()
+        if not x.isfinite().all():
+            raise ValueError(
+                f"{self.place}: the inputs of {self.weight} have NaNs or infinities, of which nothing can be learned; check "
+                "the data and the model"
+            )
+        return x
+
+
+def require_matrices(products: Sequence[Product], done: Collection[str]) -> str:
+    """Return the weight of products that are one layer of matrices. ``done``: the weights that were met before.
+
+    Raises ValueError for a transposed convolution, and for a weight that a call reads several times.
+    """
+    first = products[0]
+    remedy = "use the method 'nearest' or 'discquant', or keep it by a rule with role='weight' and operands='identity'"
+    if not first.has_matrices:
+        raise ValueError(
+            f"{first.place}: a transposed convolution is no product of matrices with {first.weight}; {remedy}"
+        )
+    if first.weight in done:
+        raise ValueError(f"{first.place}: the weight {first.weight} is read more than once in a call; {remedy}")
+    return first.weight
+
 
 class Stream:
     """The runs of several batches through a model, side by side; ``model`` may change between two products."""
