@@ -81,8 +81,8 @@ class GPTQ:
         try:
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
             upper = torch.linalg.cholesky(inverse, upper=True)
-        except torch.linalg.LinAlgError as error:
-            raise ValueError(f"the sum of x x^T is not positive definite with damp={self.damp}; use more") from error
+        except RuntimeError as failed:
+            raise ValueError(f"the sum of x x^T is not positive definite with damp={self.damp}; use more") from failed
         kept = torch.empty_like(weight)
         for start in range(0, len(h), self.block):
             end = min(start + self.block, len(h))

@@ -94,8 +94,8 @@ class Product:
         x = self.input_matrices()
         if not x.isfinite().all():
             raise ValueError(
-                f"{self.place}: the inputs of {self.weight} have NaNs or infinities, of which nothing can be learned; check "
-                "the data and the model"
+                f"{self.place}: the inputs of {self.weight} have NaNs or infinities, of which nothing can be learned; "
+                "check the data and the model"
             )
         return x
 
@@ -106,11 +106,9 @@ def require_matrices(products: Sequence[Product], done: Collection[str]) -> str:
     Raises ValueError for a transposed convolution, and for a weight that a call reads several times.
     """
     first = products[0]
-    remedy = "use the method 'nearest' or 'discquant', or keep it by a rule with role='weight' and operands='identity'"
+    remedy = "use the method 'nearest', or keep it by a rule with role='weight' and operands='identity'"
     if not first.has_matrices:
-        raise ValueError(
-            f"{first.place}: a transposed convolution is no product of matrices with {first.weight}; {remedy}"
-        )
+        raise ValueError(f"{first.place}: {first.weight} belongs to a transposed convolution, no product; {remedy}")
     if first.weight in done:
         raise ValueError(f"{first.place}: the weight {first.weight} is read more than once in a call; {remedy}")
     return first.weight

@@ -125,7 +125,7 @@ def test_refusals() -> None:
     x = torch.randn(2, 5, 8)
     with pytest.raises(ValueError, match="read more than once"):
         fxround.quantize_weights(nn.LSTM(8, 4), only_weights("int4:channel"), x, "gptq")
-    with pytest.raises(ValueError, match="transposed convolution"):
+    with pytest.raises(ValueError, match="transposed convolution, no product"):
         fxround.quantize_weights(nn.ConvTranspose1d(5, 4, 3), only_weights("int4:channel"), x, "gptq")
     broken = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.no_grad():
