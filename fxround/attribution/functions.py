@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -67,6 +68,7 @@ _SCALAR: Final[Mapping[str, Callable[..., Tensor]]] = MappingProxyType(
 )
 
 
+@lru_cache(maxsize=256)
 def function_of(operator: str) -> Callable[..., Tensor]:
     """Return the function of a scalar operator of programs. Raises UnsupportedOperator for the flips of a fault."""
     if numbers_of(operator) is not None:

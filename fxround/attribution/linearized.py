@@ -62,9 +62,10 @@ _BILINEAR: Final = frozenset(("mul", "fma"))
 _NAMES: Final = """
     view _unsafe_view reshape alias permute transpose.int t expand squeeze squeeze.dim squeeze.dims unsqueeze
     slice.Tensor select.int clone cat stack split.Tensor split_with_sizes unbind.int diagonal unfold flip roll repeat
-    tril triu embedding gather index.Tensor index_select
+    tril triu embedding gather index.Tensor index_select where.self
 """
-# Operators of ATen that move values and are linear in all of their floating-point tensors together.
+# Operators of ATen that move values, or choose among them by a mask, and are linear in all of their floating-point
+# tensors together.
 MOVES: Final = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _NAMES.split())
 
 
@@ -207,15 +208,21 @@ class State:
     @property
     def moves(self) -> bool:
         """Whether the perturbation changes the value."""
+        if self.moved is None or isinstance(self.moved, Tensor):
+            return self.moved is not None
         return any(leaf is not None for leaf in _leaves(self.moved))
 
     @property
     def decides(self) -> bool:
         """Whether the perturbation changes a value that is no floating point."""
+        if self.moved is None or isinstance(self.moved, Tensor):
+            return False
         return any(isinstance(leaf, Decisions) for leaf in _leaves(self.moved))
 
     def moved_or_zero(self) -> Any:
         """Return the perturbation of floating-point tensors, zeros where there is none; other values as they are."""
+        if isinstance(self.moved, Tensor):
+            return self.moved
         bits, structure = pytree.tree_flatten(self.bits)
         leaves = [
             moved if moved is not None else x.new_zeros(x.shape, dtype=_wide_enough(x.dtype)) if is_float(x) else x
@@ -402,37 +409,35 @@ class Linearized:
 
     def _linear_move(self, node: fx.Node) -> State | None:
         """Return the state of what moves values, whose perturbation moves as they do; None for decisions among them."""
-        used = [self._states[one] for one in node.all_input_nodes]
-        if any(not isinstance(leaf, Tensor | None) for one in used for leaf in _leaves(one.moved)):
+        used = {one: self._states[one] for one in node.all_input_nodes}
+        if any(not isinstance(leaf, Tensor | None) for one in used.values() for leaf in _leaves(one.moved)):
             return None
-        leaves = [leaf for one in used for leaf in pytree.tree_leaves(one.bits)]
-        if not any(map(is_float, leaves)):
+        floats = [leaf for one in used.values() for leaf in _floats(one.bits)]
+        if not floats:
             return None
-        if all(leaf.dtype == torch.float32 for leaf in leaves if is_float(leaf)):
-            with torch.enable_grad():
-                derived = _called(node, lambda one: self._states[one].derived, None)
-            bits = pytree.tree_map(Tensor.detach, derived)
-        else:
-            with torch.enable_grad():
-                derived = _called(node, lambda one: self._states[one].derived, _wide_enough)
-            with torch.no_grad():
-                bits = _called(node, lambda one: self._states[one].bits, None)
-        if not any(one.moves for one in used):
-            return State(bits, derived, pytree.tree_map(lambda _: None, bits))
+        own = all(leaf.dtype == torch.float32 for leaf in floats)
+        with torch.enable_grad():
+            derived = _called(node, lambda one: used[one].derived, None if own else _wide_enough)
         with torch.no_grad():
-            moved = _called(node, lambda one: self._states[one].moved_or_zero(), _wide_enough)
+            # The derived values are the bits, in another dtype.
+            bits = _mapped(Tensor.detach, derived) if own else _called(node, lambda one: used[one].bits, None)
+            if not any(one.moves for one in used.values()):
+                return State(bits, derived, _mapped(lambda _: None, bits))
+            moved = _called(node, lambda one: used[one].moved_or_zero(), None if own else _wide_enough)
         return State(bits, derived, moved)
 
     def _in_one_pass(self, node: fx.Node) -> State | None:
         """Return the state of an operation for which there are kernels of ``kernels.perturbed``, else None."""
-        call, operands = _read(node, self._states), [self._states[used] for used in _operands(node)]
+        written: Any = CALLS[node.target].of(node.args)
+        operands = [self._states[used] for used in written.operands]
         if not all(is_float(one.bits) and not isinstance(one.moved, Decisions) for one in operands):
             return None
-        if isinstance(call, Pointwise):
-            key = Draw.of(call.rng, call.node).key()
-            return self._statement_in_one_pass(node, call.program, call.xs, operands, call.dtype, key)
-        if isinstance(call, ContractionCall | Sum) and self.noise is not None:
-            return self._chain_in_one_pass(node, call, operands)
+        if isinstance(written, Pointwise):
+            key = Draw.of(self._states[written.rng].bits, written.node).key()
+            xs = [one.bits for one in operands]
+            return self._statement_in_one_pass(node, written.program, xs, operands, written.dtype, key)
+        if isinstance(written, ContractionCall | Sum) and self.noise is not None:
+            return self._chain_in_one_pass(node, _read(node, self._states), operands)
         return None
 
     def _statement_in_one_pass(
@@ -853,12 +858,6 @@ def _read(node: fx.Node, states: Mapping[Any, State]) -> Any:
     return CALLS[node.target].of(args)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of the tensors that the kernel of a node of the dialect computes with."""
-    call: Any = CALLS[node.target].of(node.args)
-    return list(call.operands)
-
-
 def _multilinear(call: _Chain, given: Mapping[int, Tensor]) -> Tensor:
     """Return a sum of products in the dtype of derivatives, with some operands replaced."""
     kept = [given.get(i, x) for i, x in enumerate(call.operands)]
@@ -903,13 +902,22 @@ def _has_floats(value: Any) -> bool:
     return any(map(is_float, pytree.tree_leaves(value)))
 
 
+def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a tensor's, or a tuple's, image under a function."""
+    return function(value) if isinstance(value, Tensor) else pytree.tree_map(function, value)
+
+
 def _floats(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
     return [leaf for leaf in pytree.tree_leaves(value) if is_float(leaf)]
 
 
 def _derivable(value: Any) -> Any:
     """Return a floating-point tensor in the dtype of derivatives, anything else as it is."""
-    return value.detach().to(_wide_enough(value.dtype)) if is_float(value) else value
+    if not is_float(value):
+        return value
+    return value.detach() if value.dtype == torch.float32 else value.detach().to(_wide_enough(value.dtype))
 
 
 def _kept(derived: Any, bits: Any) -> Any:
@@ -953,6 +961,8 @@ def _finite(loss: Loss) -> Loss:
 
 def _leaves(moved: Any) -> list[Any]:
     """Return the leaves of a perturbation, None among them."""
+    if moved is None or isinstance(moved, Tensor | Decisions):
+        return [moved]
     return pytree.tree_leaves(moved, is_leaf=lambda one: one is None or isinstance(one, Decisions))
 
 

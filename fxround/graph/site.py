@@ -103,13 +103,15 @@ def float_value(node: fx.Node) -> torch.Tensor | None:
 
 def float_values(node: fx.Node) -> list[torch.Tensor]:
     """Return the floating-point tensors that the node yields, alone or in a tuple."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
+    value = node.meta.get("val")
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def is_complex(node: fx.Node) -> bool:
     """Whether the node yields complex numbers."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
+    value = node.meta.get("val")
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in leaves)
 
 
