@@ -306,7 +306,8 @@ class Linearized:
         self._states: dict[Any, State] = {}
         self._inputs, self._tangents, self._scales = iter(inputs), tangents, _scales(graph)
         nodes = _results_first(graph)
-        last = _last_uses(nodes)
+        self._chosen = _chosen(nodes)
+        last = _last_uses(nodes, self._read_again)
         for node in nodes:
             if node.op == "output":
                 nothing = State.constant(None)
@@ -528,9 +529,33 @@ class Linearized:
         if not any(self._states[used].moves for used in node.all_input_nodes):
             return pytree.tree_map(lambda _: None, bits)
         with torch.no_grad():
-            plus = _called(node, lambda used: self._states[used].shifted(1), _binary64)
-            minus = _called(node, lambda used: self._states[used].shifted(-1), _binary64)
+            plus, minus = (self._chosen_again(node, sign, {}) for sign in (1, -1))
         return pytree.tree_map(_decided, bits, plus, minus)
+
+    def _chosen_again(self, node: fx.Node, sign: int, known: dict[fx.Node, Any]) -> Any:
+        """Return what a node yields for perturbed operands, choosing again what its operands have chosen.
+
+        A comparison of a value with a maximum of such values is true for one of them, whatever the perturbation: the
+        maximum must be that of the perturbed values, which its derivative does not give where two are equal.
+        """
+
+        def get(used: fx.Node) -> Any:
+            if used not in known:
+                again = used in self._chosen
+                known[used] = self._chosen_again(used, sign, known) if again else self._states[used].shifted(sign)
+            return known[used]
+
+        return _called(node, get, _binary64)
+
+    def _read_again(self, node: fx.Node) -> set[fx.Node]:
+        """Return the nodes whose states a node reads: its operands, and for a decision what they have chosen from."""
+        read, waiting = set(node.all_input_nodes), list(node.all_input_nodes)
+        while waiting and node.op == "call_function" and not float_values(node):
+            used = waiting.pop()
+            if used in self._chosen:
+                waiting += [one for one in used.all_input_nodes if one not in read]
+                read.update(used.all_input_nodes)
+        return read
 
     def _is_linear(self, node: fx.Node) -> bool:
         """Whether a perturbation passes the node exactly: a sum of products in which one factor alone is perturbed."""
@@ -970,11 +995,26 @@ def _listed(returned: Any) -> list[Any]:
     return list(returned) if isinstance(returned, list | tuple) else [returned]
 
 
-def _last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def _chosen(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes whose values are chosen from those of their operands, or moved: nothing is rounded."""
+    return {
+        node
+        for node in nodes
+        if node.op == "call_function"
+        and node.target not in CALLS
+        and float_values(node)
+        and (rule := rule_of(node)) is not None
+        and rule.kind in ("exact", "movement")
+    }
+
+
+def _last_uses(
+    nodes: Iterable[fx.Node], read: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
+) -> dict[fx.Node, list[fx.Node]]:
     """Return for each node the nodes that no later node reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        for used in (node, *node.all_input_nodes):
+        for used in (node, *read(node)):
             last[used] = node
     spent: dict[fx.Node, list[fx.Node]] = {}
     for used, node in last.items():

@@ -410,6 +410,41 @@ def test_a_step_of_adam_where_gradients_are_zero(rounding: str) -> None:
     assert report.trusted and report.ratio == pytest.approx(1, abs=SAMPLED)
 
 
+class Largest(nn.Module):
+    """The largest of rounded values; with ``ties``, of which three at a time are the same numbers."""
+
+    def __init__(self, ties: int, nearly: bool = False) -> None:
+        super().__init__()
+        self.linear, self.ties, self.nearly = nn.Linear(8, 8), ties, nearly
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.linear(x))
+        h = near_one(h) * h.detach().sum() if self.nearly else h
+        return torch.cat([h] * self.ties, 1).amax(1)
+
+
+class Aggregating(Largest):
+    """The largest of the values of three equal neighbours and others, as in a graph network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.linear(x))
+        source, target = torch.tensor([0, 0, 0, 1, 2, 2, 2, 3]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        into = target[:, None].expand(-1, 8)
+        return torch.zeros(2, 8).scatter_reduce(0, into, h[source], "amax", include_self=False)
+
+
+@pytest.mark.parametrize("model", [Largest(1), Largest(3), Aggregating(1)], ids=["alone", "three", "aggregated"])
+@pytest.mark.parametrize("policy", ["stochastic", "reproducible"])
+def test_a_maximum_stays_equal_to_what_it_was_chosen_from(model: nn.Module, policy: str) -> None:
+    report = fxround.attribute(model, torch.randn(8, 8), policy, loss=lambda y: y.square().sum())
+    assert report.trusted and not report.doubtful, report.doubtful
+
+
+def test_a_maximum_of_nearly_equal_values_is_doubted() -> None:
+    report = fxround.attribute(Largest(1, nearly=True), torch.randn(8, 8), loss=lambda y: y.square().sum())
+    assert not report.trusted
+
+
 def test_smooth_models_are_trusted() -> None:
     assert fxround.attribute(mlp(), torch.randn(5, 24)).trusted
 
