@@ -126,6 +126,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.numbers",
             "capture.numpy_numbers",
             "capture.readings",
+            "capture.replayed_guards",
             "graph.values",
             "graph.site",
         ):

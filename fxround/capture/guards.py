@@ -102,7 +102,7 @@ class Guards:
             return False
         try:
             for owner, read, values in self.found:
-                if read(owner) != values and not (TRACING and _is_replaced(owner)):
+                if read(owner) != values and not (TRACING and is_replaced(owner)):
                     return False
         except (AttributeError, KeyError):
             return False
@@ -112,7 +112,7 @@ class Guards:
             return False
         if self.memory.order and self.memory.layouts((args, kwargs)) != self.places:
             return False
-        return self.environment is None or _environment() == self.environment
+        return self.environment is None or environment() == self.environment
 
     def changed(self, args: Any, kwargs: Any) -> list[str]:
         """Return what is not as it was, as the model's author spells it."""
@@ -129,7 +129,7 @@ class Guards:
             changes.append("the memory of an argument (by as_strided)")
         if any(read is _layouts_of_state and read(owner) != values for owner, read, values in self.found):
             changes.append("the order of a parameter or buffer in memory")
-        if self.environment is not None and _environment() != self.environment:
+        if self.environment is not None and environment() != self.environment:
             changes.append("os.environ")
         return changes or ["a method or an attribute of a class"]
 
@@ -139,7 +139,7 @@ class Guards:
         return next((spelled for source, spelled in self.sources if source in told), told.strip())
 
 
-def _is_replaced(owner: Any) -> bool:
+def is_replaced(owner: Any) -> bool:
     """Whether a class is PyTorch's, some methods of which are replaced while any thread traces a model."""
     return isinstance(owner, type) and owner.__module__.startswith("torch.")
 
@@ -150,7 +150,8 @@ def layouts_of(values: Any) -> tuple[Any, ...]:
     return tuple(None if t.is_contiguous() else t.stride() for t in tensors)
 
 
-def _environment() -> Any:
+def environment() -> Any:
+    """Return the dict of the environment's variables."""
     return getattr(os.environ, "_data", os.environ)
 
 
@@ -187,7 +188,7 @@ class Noted:
         names = {number.name for number in numbers}
         parts = {p.name: p for source in read for p in _chain(source) if isinstance(_key(p), str) and _key(p) in names}
         for part in parts.values():
-            holder = _value(part.base, scope)
+            holder = value_of(part.base, scope)
             if (
                 holder is _MISSING
                 or {(_key(part), id(holder)), (_key(part), id(getattr(holder, "__dict__", None)))} & named
@@ -218,7 +219,7 @@ class Noted:
             guard
             for guard in graph.guards
             if guard not in values and _is_evaluated(guard, names)
-            if guard.create_fn_name() != _HOOKS or id(_value(guard.originating_source.base, scope)) not in covered
+            if guard.create_fn_name() != _HOOKS or id(value_of(guard.originating_source.base, scope)) not in covered
         ]
         tensors = self._other_tensors(scope)
         known = {guard.name for guard in graph.guards}
@@ -250,11 +251,11 @@ class Noted:
                 *self._copied(),
                 *_memory_of(self.model, self.readings.memory),
                 *([(self.model, _layouts_of_state, _layouts_of_state(self.model))] if self.readings.strides else []),
-                *_inherited([guard.originating_source for guard in graph.guards], scope),
+                *inherited([guard.originating_source for guard in graph.guards], scope),
                 *(_numbers_of(self.model, number) for number in numbers),
             ),
             flags=self.readings.lasting_flags(),
-            environment=dict(_environment()) if self.readings.environ else None,
+            environment=dict(environment()) if self.readings.environ else None,
             layouts=layouts_of((self.args, self.kwargs)) if self.readings.strides else None,
             memory=self.readings.memory,
             places=self.readings.memory.layouts((self.args, self.kwargs)),
@@ -270,7 +271,7 @@ class Noted:
         sources = [
             g.originating_source for g in self.output.output_graph.guards if g.create_fn_name() == "TENSOR_MATCH"
         ]
-        values = [(source, _value(source, scope)) for source in sources]
+        values = [(source, value_of(source, scope)) for source in sources]
         return [source for source, value in values if isinstance(value, Tensor) and id(value) not in known]
 
     def _copied(self) -> tuple[_Found, ...]:
@@ -294,7 +295,7 @@ def _is_evaluated(guard: Any, names: set[str]) -> bool:
     return kind not in _OF_ARGUMENTS or not all(_is_item(source) for source in _chain(guard.originating_source)[1:])
 
 
-def _value(source: Any, scope: dict[str, Any]) -> Any:
+def value_of(source: Any, scope: dict[str, Any]) -> Any:
     """Return what a source gives now; _MISSING for a name of the trace alone."""
     try:
         return eval(source.name, scope)  # as Dynamo's guards do
@@ -470,15 +471,19 @@ def _binding(
     return bind
 
 
-def _found_in(function: Any, model: nn.Module, values: Iterable[Any], codes: frozenset[CodeType]) -> Iterator[_Found]:
+def _found_in(function: Any, model: nn.Module, values: Iterable[Any], codes: Collection[CodeType]) -> Iterator[_Found]:
     """Yield the function that was traced, and the methods and properties whose code was traced, by their classes."""
     yield function, _defaults, _defaults(function)
-    classes = {value if isinstance(value, type) else type(value): None for value in (*model.modules(), *values)}
-    for cls in classes:
+    yield from (_read(cls, names) for cls, names in methods_of((*model.modules(), *values), codes))
+
+
+def methods_of(values: Iterable[Any], codes: Collection[CodeType]) -> Iterator[tuple[type, list[str]]]:
+    """Yield the classes of values, with the expressions that read the methods and properties whose code was traced."""
+    for cls in {value if isinstance(value, type) else type(value): None for value in values}:
         names = [name for base in cls.__mro__ for name, value in vars(base).items() if _code(value) in codes]
         called = ["__call__"] if issubclass(cls, nn.Module) else []
         if names or called:
-            yield _read(cls, called + [each for name in dict.fromkeys(names) for each in _parts(cls, name)])
+            yield cls, called + [each for name in dict.fromkeys(names) for each in _parts(cls, name)]
 
 
 def _own(model: nn.Module) -> Iterator[_Found]:
@@ -507,7 +512,7 @@ def _layouts_of_state(model: nn.Module) -> tuple[Any, ...]:
     return layouts_of([*model.parameters(), *model.buffers()])
 
 
-def _inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]:
+def inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]:
     """Yield, for each attribute that was read from a base class, whether the classes before that one have it, too."""
     depths: dict[type, dict[Any, int]] = {}
     for part in (part for source in sources for part in _chain(source)):
@@ -516,7 +521,7 @@ def _inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found
         order: Any = getattr(place, "base", None)
         if type(order).__name__ != "TypeMROSource" or not isinstance(_key(part), str):
             continue
-        cls = _value(order.base, scope)
+        cls = value_of(order.base, scope)
         if isinstance(cls, type):
             known = depths.setdefault(cls, {})
             known[_key(part)] = max(_key(place), known.get(_key(part), 0))

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from fxround.capture.dynamo import replaying, unmark
 from fxround.capture.refusals import called_with
+from fxround.capture.replayed_guards import watch_more
 from fxround.capture.torch_private import failed_guard, own_graphs
 from fxround.compiler.capture_report import Capture, guard_of, mode_of
 from fxround.compiler.executable import Entry
@@ -123,6 +124,7 @@ class Replay:
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Lower a new graph and return its number."""
         host, gradients = self.living, torch.is_grad_enabled()
+        watch_more(host.source)
         unmark(host.source)
         entry = host.receive(graph, inputs)
         reason = guard_of(failed_guard() if self.entries else None)

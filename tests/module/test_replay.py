@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+import state_changes
 import torch
 from torch import Tensor, nn
 
@@ -360,3 +363,73 @@ def test_the_first_hook_on_a_layer_outside_is_noticed_in_a_replay() -> None:
         before = compiled(x)
     model.layers[0].register_forward_hook(lambda module, given, result: result * 2)
     assert torch.equal(compiled(x), before * 2)
+
+
+class Around(nn.Module):
+    """A model with a count, which is left to Python, around another model."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.n = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n = min(self.n + 1, 3)
+        result: Tensor = self.inner(x)
+        return result * self.n
+
+
+@pytest.mark.part(
+    "attribute of a class before its base",
+    "attribute by super",
+    "forward of a class",
+    "method of a class",
+    "property of a class",
+    "environment by getenv",
+    "order of an attribute",
+    "hook of a layer outside",
+    "tied parameters",
+)
+@pytest.mark.parametrize("name", state_changes.OTHERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_no_graph_is_replayed_after_a_change_of_what_the_model_reads(name: str) -> None:
+    try:
+        inner, change = state_changes.OTHERS[name]()
+        compiled, fresh = (fxround.compile(Around(inner), ROUNDED) for _ in range(2))
+        for _ in range(4):
+            before = compiled(state_changes.X)
+        change()
+        for _ in range(4):
+            expected = fresh(state_changes.X)
+        found = compiled(state_changes.X)
+    finally:
+        state_changes.undo()
+    assert state_changes.same(found, expected)
+    assert not state_changes.same(found, before)
+
+
+def test_a_replayed_model_notices_its_own_class_and_keeps_none_alive() -> None:
+    def around() -> Any:
+        class Base(nn.Module):
+            factor = 2.0
+
+        class Model(Base):
+            def __init__(self) -> None:
+                super().__init__()
+                self.n = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.n = min(self.n + 1, 3)
+                return x * self.n * self.factor
+
+        return Model
+
+    x, made = torch.ones(2), around()
+    compiled = fxround.compile(made(), ROUNDED)
+    found = [float(compiled(x)[0]) for _ in range(4)]
+    made.factor = 5.0
+    found += [float(compiled(x)[0]) for _ in range(2)]
+    assert found == [2, 4, 6, 6, 15, 15] and "a method or an attribute of a class" in str(compiled.captures())
+    kept = weakref.ref(made)
+    del compiled, made
+    gc.collect()
+    assert kept() is None
