@@ -106,7 +106,7 @@ def require_matrices(products: Sequence[Product], done: Collection[str]) -> str:
     Raises ValueError for a transposed convolution, and for a weight that a call reads several times.
     """
     first = products[0]
-    remedy = "use the method 'nearest', or keep it by a rule with role='weight' and operands='identity'"
+    remedy = "use the method 'nearest' or 'discquant', or keep it by a rule with role='weight' and operands='identity'"
     if not first.has_matrices:
         raise ValueError(f"{first.place}: {first.weight} belongs to a transposed convolution, no product; {remedy}")
     if first.weight in done:
@@ -121,23 +121,24 @@ class Stream:
         self._compiled = compile(model, "identity", unroll_loops=True)
         self._model, self._calls, self._names = model, calls, names
 
+    @torch.no_grad()
     def __iter__(self) -> Iterator[list[Product]]:
         """Yield a list with the same product of every batch.
 
         Raises ValueError if the batches read their weights in different orders.
         """
-        with torch.no_grad():
-            entries = [self._compiled._entry(call.args, call.kwargs) for call in self._calls]
-            runs = [self._products(entry, call) for entry, call in zip(entries, self._calls, strict=True)]
-            for products in zip_longest(*runs):
-                names = {"none" if product is None else product.weight for product in products}
-                if len(names) > 1:
-                    raise ValueError(
-                        f"batches of the data take different ways: the next weight is {' or '.join(sorted(names))}; "
-                        "expected batches for which the model computes the same operations"
-                    )
-                yield list(products)
+        entries = [self._compiled._entry(call.args, call.kwargs) for call in self._calls]
+        runs = [self._products(entry, call) for entry, call in zip(entries, self._calls, strict=True)]
+        for products in zip_longest(*runs):
+            names = {"none" if product is None else product.weight for product in products}
+            if len(names) > 1:
+                raise ValueError(
+                    f"batches of the data take different ways: the next weight is {' or '.join(sorted(names))}; "
+                    "expected batches for which the model computes the same operations"
+                )
+            yield list(products)
 
+    @torch.no_grad()
     def _products(self, entry: Entry, call: ModelCall) -> Iterator[Product]:
         graph, leaves = entry.lowered, pytree.tree_leaves((call.args, call.kwargs))
         parameters = dict(self._model.named_parameters(remove_duplicate=False))

@@ -27,12 +27,16 @@ from fxround.significance.inputs import ModelCall, calls
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.study import interruptible
 from fxround.spelling import nearest as near
+from fxround.tuning.adaround import AdaRound
+from fxround.tuning.discquant import DiscQuant
 from fxround.tuning.gptq import GPTQ
 from fxround.tuning.report import QuantizationReport, WeightRounding, decibels
 from fxround.tuning.task import Method, Nearest, Task
 from fxround.tuning.weights import Weight, weights_of
 
-METHODS: Final[Mapping[str, Any]] = MappingProxyType({"nearest": Nearest, "gptq": GPTQ})
+METHODS: Final[Mapping[str, Any]] = MappingProxyType(
+    {"nearest": Nearest, "gptq": GPTQ, "adaround": AdaRound, "discquant": DiscQuant}
+)
 # The attribute of the result that has the report.
 REPORT: Final = "quantization"
 
@@ -60,7 +64,8 @@ def quantize_weights(
         policy: as for ``fxround.compile``; its rules for other values than weights are not applied.
         data: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or a
             DataLoader, as for ``variability``. It is read once and kept.
-        method: ``"nearest"``; ``"gptq"`` (``fxround.tuning.gptq.GPTQ``).
+        method: ``"nearest"``, ``"gptq"``, ``"adaround"`` or ``"discquant"``: docs/few-bits.md compares them, and the
+            classes ``GPTQ``, ``AdaRound`` and ``DiscQuant`` in ``fxround.tuning`` say what they compute.
         batch_size: splits tensors into batches of this many rows; None takes them whole.
         seed: 0 to 2^63 - 1, of what a method draws.
         progress: whether to show progress; None shows it in a terminal.
