@@ -75,6 +75,7 @@ class Effects:
 
     variance    the variance that its drawn errors add
     effect      the sum of the effects of its known errors
+    fourth      the sum of the squares of the elements' parts of ``variance``
     doubt       the magnitude of what the derivatives miss at the operation
     tried       for each of ``formats``, the variance that a rounding of its result would add
     """
@@ -83,6 +84,7 @@ class Effects:
     effect: float = 0.0
     doubt: float = 0.0
     tried: tuple[float, ...] = ()
+    fourth: float = 0.0
 
 
 @dataclass
@@ -113,11 +115,13 @@ class SiteLosses:
         raw = gradient.double()
         finite = bool(raw.isfinite().all())
         g = raw if finite else raw.nan_to_num(0.0, 0.0, 0.0)
-        variance = effect = doubt = 0.0
+        variance = effect = doubt = fourth = 0.0
         for loss in self.losses:
             own = g if loss.carried is None else loss.carried(g)
             if loss.deviation is not None:
-                variance += float((own * loss.deviation).square().sum())
+                parts = (own * loss.deviation).square()
+                variance += float(parts.sum())
+                fourth += float(parts.square().sum())
             if loss.error is not None:
                 effect += float((own * loss.error).sum())
             if not finite and loss.meets(raw if loss.carried is None else loss.carried(raw)):
@@ -135,7 +139,7 @@ class SiteLosses:
                 float(torch.where((raw == 0) | (error == 0), 0.0, raw * error).nan_to_num(math.inf).square().sum())
                 for error in errors
             )
-        self.collected = Effects(variance, effect, doubt, tried)
+        self.collected = Effects(variance, effect, doubt, tried, fourth)
         return None if finite else g.to(gradient.dtype)
 
 

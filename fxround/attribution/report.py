@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Final
 
 import networkx as nx
@@ -112,6 +113,8 @@ class AttributionReport(Tabled):
     result      the result of the run, whose bits are those of ``fxround.compile(model, policy, unroll_loops=True)``
     layers      with ``check``, a ``LayerDeviation`` for each layer
     samples     the samples of ``check``
+    noise       under a policy that draws, with ``check``: the least and the largest ``ratio`` that chance explains, but
+                once in a thousand reports (``noise_of``)
     unknown     the operations without a derivative that the errors pass
     graph       the rounded graph for networkx
 
@@ -138,6 +141,7 @@ class AttributionReport(Tabled):
     result: Tensor | None = field(default=None, repr=False)
     layers: tuple[LayerDeviation, ...] = ()
     samples: int = 0
+    noise: tuple[float, float] | None = None
     graph: nx.DiGraph | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -200,9 +204,16 @@ class AttributionReport(Tabled):
 
     @property
     def trusted(self) -> bool:
-        """Whether the derivatives miss no more than a tenth of the deviation, and a run in binary64 agrees with it."""
-        agrees = self.draws or self.ratio is None or abs(self.ratio - 1) <= DOUBT
-        return self.doubt <= DOUBT and math.isfinite(self.deviation) and agrees
+        """Whether the derivatives miss no more than a tenth of the deviation, and what was measured agrees with it."""
+        return self.doubt <= DOUBT and math.isfinite(self.deviation) and self.agrees
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the samples, or the run in binary64, do not contradict the prediction; True without any."""
+        if self.measured is None or self.measured == self.deviation:
+            return True
+        low, high = self.noise or ((0.0, math.inf) if self.draws else (1 - DOUBT, 1 + DOUBT))
+        return low <= (self.deviation / self.measured if self.measured else math.inf) <= high
 
     def table(self) -> Table:
         """Return ``sites``."""
@@ -211,7 +222,7 @@ class AttributionReport(Tabled):
     def to_dict(self) -> dict[str, Any]:
         """Return everything but tensors and the graph as plain data."""
         kept = ("model", "policy", "draws", "shape", "deviation", "uncertainty", "magnitude", "formats", "measured")
-        data: dict[str, Any] = {name: _plain(getattr(self, name)) for name in (*kept, "remaining", "samples")}
+        data: dict[str, Any] = {name: _plain(getattr(self, name)) for name in (*kept, "remaining", "samples", "noise")}
         derived = {name: _plain(getattr(self, name)) for name in ("bits", "ratio", "gained", "trusted")}
         rows = [{name: _plain(value) for name, value in asdict(row).items()} for row in self.rows]
         layers = [asdict(layer) | {"bits": _plain(layer.bits), "ratio": layer.ratio} for layer in self.layers]
@@ -290,11 +301,33 @@ class AttributionReport(Tabled):
                 f"Doubtful: at {place} derivatives miss {_part(row.doubt)} of the deviation: an error crosses a kink "
                 "or a decision there, meets an infinite derivative, is not small, or is undone by a coarse rounding."
             )
-        if not self.trusted:
+        if not self.agrees:
+            chance = f", where chance explains {self.noise[0]:.2f} to {self.noise[1]:.2f}" if self.noise else ""
+            who = f"{self.samples} samples contradict" if self.draws else "the run in binary64 contradicts"
+            yield f"Do not rely on these figures: {who} the prediction{chance}."
+        if not self.doubt <= DOUBT:
             yield (
                 f"Do not rely on these figures: derivatives miss {_part(self.doubt)} of the deviation at all "
                 "operations together. Compare them with fxround.variability."
             )
+
+
+def noise_of(variation: float, samples: int) -> tuple[float, float]:
+    """Return the least and the largest ratio of a predicted to a measured deviation that chance explains.
+
+    A ratio that is right is outside with a probability of 0.001. The measured variance is that of n samples of one
+    element, the worst case: a chi-square variable with n - 1 degrees of freedom. The predicted one is taken for another
+    with the same ``variation``, the relative standard deviation of its square root. Their ratio has an F distribution,
+    whose quantiles are those of the normal distribution by the approximation of Paulson (Ann. Math. Stat. 13, 1942).
+    """
+    z = NormalDist().inv_cdf(0.9995)
+    # Twice over nine times the degrees of freedom; the relative variance of a chi-square variable is 2 over them.
+    a, b = 4 * variation**2 / 9, 2 / (9 * (samples - 1))
+    square, middle, last = (1 - b) ** 2 - z * z * b, (1 - a) * (1 - b), (1 - a) ** 2 - z * z * a
+    root = math.sqrt(max(0.0, middle * middle - square * last))
+    high = ((middle + root) / square) ** 1.5 if square > 0 else math.inf
+    low = (last / (middle + root)) ** 1.5 if last > 0 else 0.0
+    return low, high
 
 
 def bits_of(deviation: float, magnitude: float) -> float:

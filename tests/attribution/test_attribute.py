@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import fxround
 from fxround.attribution.functions import function_of
 from fxround.attribution.linearized import MOVES
+from fxround.attribution.report import noise_of
 from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.fingerprint import hash as bits_of
 from fxround.numerics.arithmetic.operators import OPERATORS
@@ -443,6 +444,55 @@ def test_a_maximum_stays_equal_to_what_it_was_chosen_from(model: nn.Module, poli
 def test_a_maximum_of_nearly_equal_values_is_doubted() -> None:
     report = fxround.attribute(Largest(1, nearly=True), torch.randn(8, 8), loss=lambda y: y.square().sum())
     assert not report.trusted
+
+
+class Rare(nn.Module):
+    """A sum, and a large multiple of its error where that is large: one run and one perturbation do not meet it."""
+
+    def __init__(self, exact: float, least: float) -> None:
+        super().__init__()
+        self.exact, self.least = exact, least
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = (x * y).sum()
+        return total + 10000 * F.relu((total - self.exact).abs() - self.least)
+
+
+def test_samples_that_contradict_the_prediction_are_said() -> None:
+    # The sum is small beside its partial sums, so that its errors have many values.
+    x, y = torch.rand(256) - 0.5, torch.rand(256) * 8
+    alone = fxround.attribute(Calls(lambda a, b: (a * b).sum()), (x, y), check=200)
+    assert alone.agrees and alone.trusted and alone.noise is not None and alone.ratio is not None
+    assert alone.noise[0] < alone.ratio < alone.noise[1]
+    exact = torch.tensor(float((x.double() * y.double()).sum())).item()
+    report = fxround.attribute(Rare(exact, 9 * alone.deviation), (x, y), check=200)
+    model = Rare(exact, 2.2 * alone.deviation)
+    quiet = next(i for i in range(20) if fxround.attribute(model, (x, y), sample=i).doubt < 0.1)
+    rare = fxround.attribute(model, (x, y), check=200, sample=quiet)
+    assert report.trusted
+    # No derivative of the run misses anything; but some samples are far away.
+    assert rare.doubt < 0.1 and rare.ratio is not None and rare.ratio < 0.3
+    assert not rare.agrees and not rare.trusted
+    assert "200 samples contradict the prediction, where chance explains" in str(rare)
+
+
+def test_the_ratios_that_chance_explains_are_quantiles() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for variation, samples in itertools.product((0.03, 0.1, 0.2), (20, 60, 200, 1000)):
+        low, high = noise_of(variation, samples)
+        tails = stats.f(1 / (2 * variation**2), samples - 1)
+        # The approximation of Paulson; both tails have 0.0005.
+        assert tails.cdf(low**2) == pytest.approx(0.0005, rel=0.3)
+        assert tails.sf(high**2) == pytest.approx(0.0005, rel=0.3)
+    assert noise_of(0.1, 2)[1] == float("inf")
+
+
+def test_few_probes_of_few_independent_elements_become_more() -> None:
+    # All elements have one error: a square of a sum of random signs, which is uncertain by a factor.
+    model = Calls(lambda a, b: (a * b).sum() * torch.tensor([2.0, 1.0]).repeat(400))
+    report = fxround.attribute(model, (torch.rand(64), torch.rand(64)), probes=2, check=200)
+    assert report.uncertainty < 0.15 * report.deviation
+    assert report.trusted and report.ratio == pytest.approx(1, abs=0.35)
 
 
 def test_smooth_models_are_trusted() -> None:
