@@ -2,7 +2,7 @@
 
 ``x * np.float64(0.1)`` has the dtype of x: PyTorch takes a scalar of NumPy for a Python number. Dynamo makes a tensor
 of no dimension of it, which takes part in the promotion of dtypes. Here it is a constant, with a guard for its value,
-and what NumPy's functions make of constants alone is computed by NumPy.
+and what NumPy's functions make of constants alone is computed by NumPy. A truth value of NumPy is a bool.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def numpy_numbers() -> Iterator[None]:
     make, passed = ConstantVariable.__init__, ConstantVariable.as_proxy
 
     def wrapped(self: Any, value: Any) -> Any:
+        if isinstance(value, np.bool_):  # one of two objects
+            self.install_guards(GuardBuilder.ID_MATCH)
+            return ConstantVariable.create(bool(value), source=self.source)
         if not _is_real(value):
             return wrap(self, value)
         self.install_guards(GuardBuilder.EQUALS_MATCH)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
@@ -206,6 +207,8 @@ _CHANGED_STATE: Final = re.compile(
 # What PyTorch says before the reason, where the body of a loop cannot be traced.
 _OF_LOOPS: Final = re.compile(r"This higher order operator doesn't work unless [^\n]*\n\s*")
 # What PyTorch says where an operation refuses the sizes of its operands in a trace.
+_OPERANDS: Final = re.compile(r"unsupported operand type\(s\) for (.+?): '(\w+)' and '(\w+)'")
+_SCALARS_OF_NUMPY: Final = frozenset(each.__name__ for each in np.sctypeDict.values())
 _REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
 
 
@@ -255,6 +258,10 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
         before, after = values if loop == "init" else reversed(values)
         said = f"part {part} of the state of a loop has the {what} {before} before a step and {after} after it"
         advice = "return the shape and dtype that the step was given"
+    operands = _OPERANDS.search(text)
+    if operands and not _SCALARS_OF_NUMPY.isdisjoint(operands.groups()[1:]):
+        said = f"NumPy computes {operands[2]} {operands[1]} {operands[3]} of scalars in the forward"
+        advice = "compute the number once, in __init__, or of Python's numbers: float(...) or int(...) of the scalars"
     refused = _REFUSED_SIZES.search(text)
     if refused and called:
         said = f"{refused[2]}\n  called  with {called}"

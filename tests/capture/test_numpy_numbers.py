@@ -64,3 +64,39 @@ def test_attribute_is_read_in_every_call() -> None:
 def test_number_that_numpy_computes_from_an_array_is_refused() -> None:
     with pytest.raises(CaptureError, match="NumPy computes a number"):
         fxround.compile(lambda x: x.mean() * np.array([1.0, 2.0]).mean(), "reproducible")(X)
+
+
+class _Attributes(nn.Module):
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.first * self.second)
+
+
+def test_arithmetic_of_scalars_in_the_forward_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError) as error:
+        fxround.compile(_Attributes(np.float32(0.1), np.float32(3)), "reproducible")(X)
+    text = str(error.value)
+    assert "x * (self.first * self.second)" in text and "NumPy computes float32 * float32" in text
+    assert "in __init__" in text and "compiled region" not in text
+
+
+class _Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles: Any = np.bool_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.doubles else x * 3
+
+
+def test_a_truth_value_of_numpy_is_a_bool_and_is_read_in_every_call() -> None:
+    model = _Chosen()
+    compiled = fxround.compile(model, "reproducible")
+    for value in (np.bool_(True), np.bool_(False), True, np.False_):
+        model.doubles = value
+        assert torch.equal(compiled(X), model(X))
+    compiled(X)
+    assert len(compiled.captures()) <= 4

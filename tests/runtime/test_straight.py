@@ -407,3 +407,12 @@ def test_a_call_that_plans_returns_results_that_share_memory_as_in_other_calls()
     for found in others:
         assert sharing(found) == sharing(first) and _equal(found, first)
         assert [y.stride() for y in found] == [y.stride() for y in first]
+
+
+def test_zeros_without_memory_are_refused_by_their_name() -> None:
+    compiled = fxround.compile(torch.nn.Linear(3, 3), "bfloat16")
+    zeros = torch._efficientzerotensor((2, 3))
+    x = torch.ones(2, 3, requires_grad=True)
+    for call in (lambda: compiled(zeros), lambda: torch.autograd.grad(compiled(x), x, zeros)):
+        with pytest.raises(ValueError, match=r"\(2, 3\) is zeros without memory.*torch\.zeros\(x\.shape"):
+            call()

@@ -43,6 +43,11 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
                         f"a {type(x).__name__} of shape {tuple(x.shape)} has no memory of its own: pass a plain "
                         "tensor, such as the local or the full one of a DTensor (.to_local(), .full_tensor())"
                     )
+                if x._is_zerotensor():
+                    raise ValueError(
+                        f"a {x.dtype} tensor of shape {tuple(x.shape)} is zeros without memory "
+                        "(torch._efficientzerotensor): pass torch.zeros(x.shape, dtype=x.dtype)"
+                    )
                 raise ValueError(f"a {x.dtype} tensor of shape {tuple(x.shape)} has no memory: its storage was freed")
     return pointers
 
