@@ -13,6 +13,7 @@ import inspect
 import os
 import re
 import sysconfig
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter, methodcaller
@@ -50,7 +51,11 @@ _OF_ARGUMENTS: Final = frozenset(
 _HOOKS: Final = "EMPTY_NN_MODULE_HOOKS_DICT"
 # The kinds of guards that compare values by ==, and the types of values that may be equal and differ.
 _EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
+# The kind of guards on the keys of a dict. They do not notice the order of an OrderedDict after move_to_end.
+_KEYS: Final = "DICT_KEYS_MATCH"
 _MISSING: Final = object()
+# The types of constants, whose identity says no more than their value.
+_BY_VALUE: Final = (type(None), str, bytes, int, float, complex)
 _INEXACT: Final = float | np.floating | complex | list | tuple | set | frozenset
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -223,14 +228,31 @@ class Noted:
         ]
         tensors = self._other_tensors(scope)
         known = {guard.name for guard in graph.guards}
-        unguarded = [s for n, s in self.readings.sources.items() if n not in known and _is_compared(s, names)]
+        compared = [value_of(source, scope) for source in self.readings.identities]
+        identities = {id(value) for value in compared if not isinstance(value, _BY_VALUE)}
+        unguarded = {
+            name: source
+            for name, source in self.readings.sources.items()
+            if _is_compared(source, names)
+            and (name not in known or (identities and id(value_of(source, scope)) in identities))
+        }
+        keyed = {g.name: g.originating_source for g in kept if g.create_fn_name() == _KEYS}
+        ordered = [(source, value_of(source, scope)) for source in keyed.values() if _is_compared(source, names)]
+        ordered = [(source, value) for source, value in ordered if isinstance(value, OrderedDict) and len(value) > 1]
+        unguarded.update((source.name, source) for source, _ in ordered)
         absent = [row for row in self.readings.absent if _root(row[0]) in names or not _root(row[0])]
         checker = _checker(
-            self.output.bytecode, graph, kept, unguarded, absent, tensors, _metadata(self.readings.memory.offset)
+            self.output.bytecode,
+            graph,
+            kept,
+            list(unguarded.values()),
+            absent,
+            tensors,
+            _metadata(self.readings.memory.offset),
         )
         read = [
             *(guard.originating_source for guard in kept),
-            *unguarded,
+            *unguarded.values(),
             *tensors,
             *(source for source, _, _ in absent),
         ]
@@ -251,6 +273,7 @@ class Noted:
                 *self._copied(),
                 *_memory_of(self.model, self.readings.memory),
                 *([(self.model, _layouts_of_state, _layouts_of_state(self.model))] if self.readings.strides else []),
+                *((value, list, list(value)) for _, value in ordered),
                 *inherited([guard.originating_source for guard in graph.guards], scope),
                 *(_numbers_of(self.model, number) for number in numbers),
             ),

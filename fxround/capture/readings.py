@@ -31,6 +31,7 @@ class Readings:
     memory      how ``as_strided`` reads memory (``memory_reads``)
     environ     whether the environment was read
     absent      the sources of objects, and the attributes (True) and keys (False) that were not found there
+    identities  the sources of objects that were compared by identity with others
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Readings:
     memory: MemoryReads = field(default_factory=MemoryReads)
     environ: bool = False
     absent: list[tuple[Any, Any, bool]] = field(default_factory=list)
+    identities: list[Any] = field(default_factory=list)
 
     def read(self, source: Any, value: Any) -> None:
         """Note that a value was read."""
@@ -50,6 +52,10 @@ class Readings:
         """Note that an attribute or a key of a traced value was not found, which the model may catch."""
         if holder.source is not None and name.is_python_constant():
             self.absent.append((holder.source, name.as_python_constant(), is_attribute))
+
+    def identify(self, *operands: Any) -> None:
+        """Note that values that come from outside of the trace were compared by identity."""
+        self.identities.extend(operand.source for operand in operands if operand.source is not None)
 
     def call(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of one of PyTorch's functions, if it reads a flag: no tensor enters it, and it is a constant."""
@@ -78,7 +84,9 @@ def _is_now(function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> 
 @contextlib.contextmanager
 def readings() -> Iterator[Readings]:
     """Note what Dynamo reads in the block."""
+    from torch._dynamo import symbolic_convert
     from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
+    from torch._dynamo.variables import builtin, object_protocol
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
@@ -87,6 +95,7 @@ def readings() -> Iterator[Readings]:
 
     noted = Readings()
     build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
+    identical = object_protocol.vt_identity_compare
     attribute, item = GetAttrBuiltinVariable._call_getattr, ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def built(self: Any, value: Any) -> Any:
@@ -112,6 +121,19 @@ def readings() -> Iterator[Readings]:
             noted.miss(self, key, is_attribute=False)
             raise
 
+    def compared(left: Any, right: Any) -> Any:
+        noted.identify(left, right)
+        return identical(left, right)
+
+    def asked_whether(operator: str) -> Any:
+        handler = symbolic_convert.compare_op_handlers[operator]
+
+        def handled(tx: Any, operands: Any, kwargs: Any) -> Any:
+            noted.identify(*operands)
+            return handler(tx, operands, kwargs)
+
+        return handled
+
     def strided(method: Any) -> Any:
         def asked(*args: Any, **kwargs: Any) -> Any:
             noted.strides = True
@@ -125,6 +147,10 @@ def readings() -> Iterator[Readings]:
         stack.enter_context(mock.patch.object(GetAttrBuiltinVariable, "_call_getattr", attribute_of))
         name = "getitem_const_raise_exception_if_absent"
         stack.enter_context(mock.patch.object(ConstDictVariable, name, item_of))
+        for module in (builtin, object_protocol):
+            stack.enter_context(mock.patch.object(module, "vt_identity_compare", compared))
+        handlers = {name: asked_whether(name) for name in ("is", "is not")}
+        stack.enter_context(mock.patch.dict(symbolic_convert.compare_op_handlers, handlers))
         for name in ("method_stride", "method_is_contiguous"):
             stack.enter_context(mock.patch.object(TensorVariable, name, strided(getattr(TensorVariable, name))))
         yield noted

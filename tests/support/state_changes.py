@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import operator
 import os
 import random
 import sys
@@ -357,7 +358,33 @@ def _parameter_no_more() -> Case:
     return model, change
 
 
+def _made_one(make: Callable[[], Any], is_one: Callable[[Any, Any], bool] = lambda a, b: a is b) -> Case:
+    """Return a model that asks whether two objects are one, and the change that makes them one."""
+    model = Reading([make(), make()], lambda v, x: x * (2 if is_one(*v) else 3))
+    return model, lambda: model.held.__setitem__(1, model.held[0])
+
+
+def _made_two(make: Callable[[], Any]) -> Case:
+    one = make()
+    model = Reading([one, one], lambda v, x: x * (2 if v[0] is v[1] else 3))
+    return model, lambda: model.held.__setitem__(1, make())
+
+
+def _reordered(use: Callable[[Any, Tensor], Tensor]) -> Case:
+    model = Reading(collections.OrderedDict(a=2.0, b=3.0), use)
+    return model, lambda: model.held.move_to_end("a")
+
+
 OTHERS: dict[str, Callable[[], Case]] = {
+    "objects become one": lambda: _made_one(SimpleNamespace),
+    "objects become one, by ==": lambda: _made_one(object, operator.eq),
+    "lists become one": lambda: _made_one(lambda: [1.0]),
+    "dicts become one": lambda: _made_one(lambda: {"a": 1.0}),
+    "tensors become one": lambda: _made_one(lambda: torch.ones(4)),
+    "a list becomes two": lambda: _made_two(lambda: [1.0]),
+    "an object becomes two": lambda: _made_two(object),
+    "order of an OrderedDict": lambda: _reordered(lambda v, x: functools.reduce(lambda y, k: y * v[k] + 1, v, x)),
+    "order of the items of an OrderedDict": lambda: _reordered(lambda v, x: x * next(iter(v.items()))[1]),
     "rows of a tensor": lambda: _other_tensor(len, torch.ones(5, 3)),
     "shape of a tensor": lambda: _other_tensor(lambda t: t.shape[1], torch.ones(2, 4)),
     "numbers of a tensor": lambda: _other_tensor(lambda t: t.numel(), torch.ones(2, 4)),
