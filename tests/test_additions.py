@@ -442,6 +442,41 @@ with contextlib.redirect_stderr(io.StringIO()) as said:
 assert "quux" in said.getvalue()
 """,
     ),
+    "a method of rounding weights": Addition(
+        (
+            Insertion(
+                "tuning/downward.py",
+                """from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Downward:
+    def count(self, task):
+        return len(task.weights)
+
+    def run(self, task):
+        for name, weight in task.weights.items():
+            task.write(name, weight.grid.down(weight.value))
+            yield
+""",
+            ),
+            Insertion(
+                "tuning/quantize_weights.py",
+                "from fxround.tuning.downward import Downward\n",
+                after="from fxround.tuning.discquant import DiscQuant\n",
+            ),
+            Insertion(
+                "tuning/quantize_weights.py",
+                '        "downward": Downward,\n',
+                after='        "discquant": DiscQuant,\n',
+            ),
+        ),
+        """
+layer, x = torch.nn.Linear(8, 4), torch.rand(3, 8)
+small = fxround.quantize_weights(layer, "int4:channel", x, "downward")
+assert small.quantization["weight"].method == "downward"
+assert (small.weight <= layer.weight).all() and not torch.equal(small.weight, layer.weight)
+""",
+    ),
     "a preset": Addition(
         (
             Insertion(

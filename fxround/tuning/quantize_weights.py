@@ -35,7 +35,12 @@ from fxround.tuning.task import Method, Nearest, Task
 from fxround.tuning.weights import Weight, weights_of
 
 METHODS: Final[Mapping[str, Any]] = MappingProxyType(
-    {"nearest": Nearest, "gptq": GPTQ, "adaround": AdaRound, "discquant": DiscQuant}
+    {
+        "nearest": Nearest,
+        "gptq": GPTQ,
+        "adaround": AdaRound,
+        "discquant": DiscQuant,
+    }
 )
 # The attribute of the result that has the report.
 REPORT: Final = "quantization"
