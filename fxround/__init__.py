@@ -49,6 +49,8 @@ from fxround.significance.perturb import perturb
 from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
+from fxround.tuning.compare import compare
+from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.quantize_weights import quantize_weights
 from fxround.tuning.report import QuantizationReport, WeightRounding
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
@@ -62,6 +64,7 @@ table = Format.table
 __all__ = [
     "AttributionReport",
     "CaptureError",
+    "ComparisonReport",
     "Coverage",
     "Flip",
     "Flips",
@@ -78,6 +81,7 @@ __all__ = [
     "PerplexityReport",
     "Policy",
     "PolicyError",
+    "PolicyResult",
     "QuantizationReport",
     "RoundedModule",
     "RoundedOptimizer",
@@ -97,6 +101,7 @@ __all__ = [
     "attribute",
     "calibrate",
     "check_invariance",
+    "compare",
     "compile_optimizer",
     "describe",
     "formats",

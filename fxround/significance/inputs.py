@@ -3,13 +3,14 @@
 A ``ModelCall`` holds the arguments of one forward pass and the target that came with them. A tensor is one argument, a
 tuple holds positional arguments, a mapping keyword arguments, a tuple and a mapping both; ``batch_size`` splits them
 along dimension 0. Any other iterable (a DataLoader) yields one of these per batch and is read once. The signature of
-the model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError.
+the model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError. A batch
+of two parts, a tuple or a mapping and a tensor, is all arguments and their target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -113,6 +114,10 @@ def _of_batch(model: nn.Module, batch: Any) -> ModelCall:
     if not isinstance(batch, list | tuple):
         raise TypeError(f"a batch is {type_of(batch)}; expected a tensor, a mapping, or a tuple of tensors")
     parts = tuple(batch)
+    if len(parts) == 2 and isinstance(parts[0], tuple | Mapping) and isinstance(parts[1], Tensor):
+        whole = _whole(parts[0])
+        assert whole is not None
+        return replace(whole, target=parts[1])
     if _takes(model, parts):
         return ModelCall(parts)
     if len(parts) > 1 and _takes(model, parts[:-1]):

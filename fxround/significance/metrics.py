@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -19,7 +20,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxround.errors import shown
+from fxround.errors import shown, type_of
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import ModelCall
@@ -43,6 +44,7 @@ class Metric:
     rows        (sample, reference) to a bool tensor of the rows that changed, for metrics that name rows
     pairs       whether the metric compares pairs of samples
     share       whether values are between 0 and 1, for which ``samples="auto"`` has a rule of its own
+    compares    whether the sums depend on the reference
     """
 
     name: str
@@ -55,6 +57,7 @@ class Metric:
     rows: Callable[[Any, Any], Tensor] | None = None
     pairs: bool = False
     share: bool = False
+    compares: bool = True
 
     def added(self, a: Sums | None, b: Sums) -> Sums:
         """Return the combined sums of two batches."""
@@ -237,12 +240,12 @@ _ROWS: Final = (
     Metric("max_ulp", "greatest distance", "ulp", "lower", _ulps, _first, "greatest"),
     Metric("label_flips", "labels that change", "share", "lower", _flips, _share, rows=_changed, share=True),
     Metric("top_k", f"of the {K} greatest classes, those kept", "share", "higher", _top, _share, share=True),
-    Metric("accuracy", "labels that equal the targets", "share", "higher", _hits, _share, share=True),
+    Metric("accuracy", "labels that equal the targets", "share", "higher", _hits, _share, share=True, compares=False),
     Metric("dice", "Sorensen-Dice of the worst class", "", "higher", _dice, _worst_class, share=True),
     Metric("dice_pairs", "the same, of the worst pair of samples", "", "higher", _dice, _worst_class, pairs=True),
     Metric("wasserstein_1", "transport along the last dimension", "steps", "lower", _transport, _share),
     Metric("kl", "KL divergence of the softmax", "nats", "lower", _divergence, _share),
-    Metric("perplexity", "of the next token", "", "lower", _surprise, _perplexity),
+    Metric("perplexity", "of the next token", "", "lower", _surprise, _perplexity, compares=False),
 )
 METRICS: Final[Mapping[str, Metric]] = MappingProxyType({metric.name: metric for metric in _ROWS})
 
@@ -283,8 +286,24 @@ def _metric(asked: Any) -> Metric:
     if not callable(asked):
         raise TypeError(f"a metric is a name, a Metric or a function of (sample, unperturbed), got {shown(asked)}")
 
-    def measure(sample: Any, reference: Any, call: ModelCall) -> Sums:
-        return float(asked(sample, reference)) * call.rows, float(call.rows)
+    return mean_over_rows(asked, "a function of the caller's", lambda sample, reference, _: asked(sample, reference))
 
-    name = getattr(asked, "__name__", type(asked).__name__)
-    return Metric(name, "a function of the caller's", "", "higher", measure, _share)
+
+def mean_over_rows(
+    function: Any, meaning: str, value: Callable[[Any, Any, ModelCall], Any], *, compares: bool = True
+) -> Metric:
+    """Return the metric of a caller's function, which has its name: the mean over batches, weighted by their rows.
+
+    value: (sample, reference, call) to a number. Measuring raises TypeError if it returns anything else.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def measure(sample: Any, reference: Any, call: ModelCall) -> Sums:
+        number = value(sample, reference, call)
+        if isinstance(number, Tensor | np.ndarray) and math.prod(number.shape) == 1:
+            number = number.item()
+        if not isinstance(number, Real):
+            raise TypeError(f"metric {name} returned {type_of(number)}; expected a number")
+        return float(number) * call.rows, float(call.rows)
+
+    return Metric(name, meaning, "", "higher", measure, _share, compares=compares)

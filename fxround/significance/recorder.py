@@ -46,7 +46,10 @@ class Measured:
     @property
     def spread(self) -> float:
         """The standard deviation over the samples; NaN if a value is not finite."""
-        return float(np.std(self.values)) if np.isfinite(self.values).all() else math.nan
+        if not np.isfinite(self.values).all():
+            return math.nan
+        # The mean of equal values is rounded, and may be another one.
+        return float(np.std(self.values)) if len(set(self.values)) > 1 else 0.0
 
     @property
     def worst(self) -> float:

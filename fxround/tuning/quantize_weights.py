@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fxround.compiler.signature import require_module
 from fxround.errors import shown
 from fxround.module import compile
-from fxround.numerics.formats.fixed_point import integers
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
@@ -28,6 +27,7 @@ from fxround.significance.progress import progress as shown_progress
 from fxround.significance.study import interruptible
 from fxround.spelling import nearest as near
 from fxround.tuning.adaround import AdaRound
+from fxround.tuning.costs import short_name
 from fxround.tuning.discquant import DiscQuant
 from fxround.tuning.gptq import GPTQ
 from fxround.tuning.report import QuantizationReport, WeightRounding, decibels
@@ -212,15 +212,9 @@ def _squares(x: Tensor) -> float:
 
 
 def _format(weight: Weight) -> str:
-    """Return the text of a weight's format, in which integers have their names."""
+    """Return the text of a weight's format."""
     rounding = weight.grid.rounding
-    if not isinstance(rounding, ScaledRounding):
-        return rounding.format.said
-    element, scaling = rounding.format.element, rounding.format.scaling
-    affine = scaling is not None and scaling.how == "affine"
-    bits = element.precision + (not affine)
-    known = 2 <= bits <= 16 and element == integers(element.precision + 1)
-    return str(rounding.format).replace(str(element), f"{'u' * affine}int{bits}") if known else str(rounding.format)
+    return short_name(rounding) if isinstance(rounding, ScaledRounding) else rounding.format.said
 
 
 __all__ = ["METHODS", "quantize_weights"]

@@ -22,6 +22,7 @@ from torch import fx
 from fxround.graph.dialect import BODIES, is_loop, read_loop
 from fxround.graph.site import PORT, Port, Site, located, operator_name, site
 from fxround.graph.values import outputs_of
+from fxround.passes.rewrite import ROUND
 from fxround.views.summaries import SILENT, Coverage, Operation, Summary, counted, coverage_of, summary_of
 from fxround.views.svg import Legend, svg, write_svg
 
@@ -103,7 +104,7 @@ def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
             operations=times * operations(node, entry),
             code=entry.code,
         )
-        for name, node, entry, times in _sites(gm)
+        for name, node, entry, times in located_nodes(gm)
         if backward is None or backward == (entry.direction == "backward")
     ]
 
@@ -186,8 +187,8 @@ def operations(node: fx.Node, entry: Site) -> int:
     if entry.status in SILENT or node.op != "call_function":
         return 0
     tensors = [_value(used) for used in node.all_input_nodes]
-    shapes = [_shape(value) for value in tensors if isinstance(value, torch.Tensor)]
-    outputs = [_shape(v) for v in pytree.tree_leaves(_value(node)) if isinstance(v, torch.Tensor)]
+    shapes = [example_shape(value) for value in tensors if isinstance(value, torch.Tensor)]
+    outputs = [example_shape(v) for v in pytree.tree_leaves(_value(node)) if isinstance(v, torch.Tensor)]
     result = math.prod(outputs[0]) if outputs else 0
     name = entry.operator
     if "convolution" in name and len(shapes) > 1:
@@ -197,12 +198,14 @@ def operations(node: fx.Node, entry: Site) -> int:
             * math.prod(shapes[1][1:])
             * (math.prod(shapes[0]) // max(shapes[0][1], 1) * shapes[1][0] if transposed else result)
         )
-    if entry.kind == "contraction" and shapes:
-        return 2 * result * next((s[-1] for s in shapes[-2:] if s), 1)
+    if entry.kind == "contraction" and entry.operator != ROUND:
+        # Seed and sample are integers.
+        factors = [example_shape(v) for v in tensors if isinstance(v, torch.Tensor) and not _is_integer(v)]
+        return 2 * result * next((s[-1] for s in factors[-2:] if s), 1)
     return max([result, *map(math.prod, shapes)]) if entry.kind == "reduction" else result
 
 
-def _sites(gm: fx.GraphModule, within: str = "", times: int = 1) -> Iterator[tuple[str, fx.Node, Site, int]]:
+def located_nodes(gm: fx.GraphModule, within: str = "", times: int = 1) -> Iterator[tuple[str, fx.Node, Site, int]]:
     """Yield the operations by name, with their Sites and how often the example runs each.
 
     The operations of a loop's body follow the loop. A ``while_loop`` counts as one iteration.
@@ -212,9 +215,9 @@ def _sites(gm: fx.GraphModule, within: str = "", times: int = 1) -> Iterator[tup
         if entry is not None and node.op == "call_function":
             yield f"{within}{node.name}", node, entry, times
         xs = read_loop(node).xs if is_loop(node) else ()
-        length = _shape(_value(xs[0]))[0] if xs else 1
+        length = example_shape(_value(xs[0]))[0] if xs else 1
         for name, body in _bodies(gm, node):
-            yield from _sites(body, f"{within}{node.name}.{name}.", times * length)
+            yield from located_nodes(body, f"{within}{node.name}.{name}.", times * length)
 
 
 def _decision(entry: Site) -> tuple[str, str]:
@@ -274,7 +277,11 @@ def _floats(node: fx.Node) -> bool:
     return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in pytree.tree_leaves(_value(node)))
 
 
-def _shape(value: torch.Tensor) -> tuple[int, ...]:
+def _is_integer(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def example_shape(value: torch.Tensor) -> tuple[int, ...]:
     """Return the sizes of the captured example; converting a symbolic size to int would specialize the graph.
 
     A size that depends on the data (x[x > 0]) has no example and counts as 1.

@@ -143,7 +143,7 @@ def test_the_report_has_errors_of_weights_and_of_products() -> None:
         assert math.isclose(row.output_sqnr, 10 * math.log10(squares(y) / squares(y - z)), rel_tol=1e-3)
         assert (row.changed, row.left, row.method, row.elements) == (0.0, None, "nearest", layer.weight.numel())
     assert (report.batches, report.rows, report.interrupted) == (4, 32, False)
-    assert report["0.weight"].format == "scaled(int3;channel,binary32,nearest)"
+    assert report["0.weight"].format == "int3:channel"
     assert "0.weight" in str(report) and report.to_dict()["weights"][0]["weight"] == "0.weight"
     assert len(report.to_pandas()) == 2
 

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import networkx as nx
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import fxround
 from fxround.graph.site import META, PORT, Port, Site
@@ -342,3 +342,14 @@ def test_a_compiled_module_prints_policy_coverage_and_cost_and_captures_nothing(
     assert text[2].endswith("100 % of the arithmetic is rounded or exact")
     assert text[3] == f"  cost: {operations:,} operations, 1 captured graph"
     assert "2 captured graphs" in repr(compiled.train().prepare(torch.ones(4, 3)))
+
+
+@pytest.mark.parametrize("policy", ["identity", "bfloat16", "stochastic", "int8"])
+def test_products_count_the_length_of_their_sums_and_roundings_their_elements(policy: str) -> None:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(24, 5)).eval()
+    with torch.no_grad():
+        listed = fxround.compile(model, policy).prepare(torch.randn(7, 2, 8)).summary()
+    products = [o.operations for o in listed.operations if o.kind == "contraction" and o.operator != "fxround.round"]
+    rounded = [o.operations for o in listed.operations if o.kind == "contraction" and o.operator == "fxround.round"]
+    assert products == [2 * 7 * 4 * 6 * 2 * 3, 2 * 7 * 5 * 24]
+    assert rounded == ([7 * 4 * 6, 7 * 5] if policy == "int8" else [])

@@ -1,0 +1,396 @@
+"""``fxround.compare``: policies by what they do to a model on data, and by what they cost.
+
+The model is captured once, and every policy lowers the same graphs. Policies run one after the other over all batches,
+so that what is complete when one fails, or when Ctrl-C comes, is a whole row. The same arguments and seed give the same
+figures with any number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from fxround.atomic_files import write_file
+from fxround.compiler.signature import require_module
+from fxround.errors import shown, type_of
+from fxround.fingerprint import hash
+from fxround.graph.site import operator_name
+from fxround.module import compile
+from fxround.module.rounded_module import PolicyLike, RoundedModule
+from fxround.policy import IDENTITY, Policy
+from fxround.runtime.draw import Draw
+from fxround.significance.figures import plain
+from fxround.significance.inputs import ModelCall, calls, positive
+from fxround.significance.metrics import Metric, mean_over_rows, named
+from fxround.significance.observed import sample_number
+from fxround.significance.progress import progress as shown_progress
+from fxround.significance.provenance import version_of
+from fxround.significance.recorder import Measured, Recorder
+from fxround.significance.study import interruptible
+from fxround.tuning.comparison import ComparisonReport, PolicyResult
+from fxround.tuning.costs import Costs, costs_of
+
+# The leaves of arguments whose text says all of them.
+_PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def compare(
+    model: nn.Module,
+    data: Any,
+    policies: Mapping[str, PolicyLike] | Iterable[PolicyLike],
+    metric: Any = "sqnr",
+    *,
+    samples: int = 5,
+    batch_size: int | None = None,
+    seed: int = 0,
+    path: str | Path | None = None,
+    progress: bool | None = None,
+) -> ComparisonReport:
+    """Compare policies: metrics of a model on data under each of them, bits of its values, and multiply-adds by format.
+
+    The model is captured once for all policies, and the data are read once and kept. The unrounded model is measured
+    first; metrics that compare results, such as ``"sqnr"``, compare with it.
+
+    Args:
+        model: any ``torch.nn.Module`` that ``fxround.compile`` takes, in eval mode. It is not changed.
+        data: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or an iterable
+            of batches such as a DataLoader. A batch is one of these, or arguments and then a target: ``(x, target)`` if
+            the model takes one argument less, or ``((x, y), target)`` or ``({"x": x}, target)`` for any model.
+        policies: several policies, each as for ``fxround.compile``, or a dict from names to policies.
+        metric: one or several of: a name of ``fxround.significance.metrics.METRICS`` (``"accuracy"``, ``"perplexity"``,
+            ``"kl"``, ...), a ``Metric``, or a function of (result, target) that returns a number for a batch, of which
+            the mean over rows is reported. The target is None for data without targets.
+        samples: runs of a policy that draws random bits; other policies run once.
+        batch_size: splits tensors into batches of this many rows; None takes them whole.
+        seed: 0 to 2^63 - 1, the seed of all random bits. Sample i of batch j is ``reseed(seed, j * 2**16 + i)``.
+        path: a JSON file that is written after each policy. If it exists, the policies that it has are not run again.
+        progress: whether to show progress; None shows it in a terminal.
+
+    Returns:
+        A ``ComparisonReport``. Ctrl-C ends the comparison and returns the report of what is complete. A policy under
+        which the model or a metric raises an exception has it in its row, and the others go on.
+
+    Raises:
+        TypeError, ValueError: for wrong arguments, empty data, two policies of one name, and a file of another
+            comparison. PolicyError for an unknown policy. Also what ``compile`` raises at capture, and what the model
+            and the metrics raise without roundings; all of this comes before a policy runs.
+
+    The generators of PyTorch are left as they were.
+
+    Example::
+
+        report = fxround.compare(model, loader, ["bfloat16", "int8", "nvfp4"], "accuracy")
+        print(report)
+        report["int8"].metric("accuracy").mean
+    """
+    require_module(model)
+    Draw(seed)
+    positive("samples", samples)
+    chosen, asked = _policies(policies), _several(metric)
+    metrics = _metrics(asked)
+    if model.training:
+        raise ValueError("the model is in training mode, where dropout is random: call model.eval() first")
+    with torch.random.fork_rng(), torch.no_grad():
+        batches = list(calls(model, data, batch_size))
+        unrounded = compile(model, IDENTITY, seed=seed)
+        for call in batches:
+            unrounded.prepare(*call.args, **call.kwargs)
+        file = _File(path, {} if path is None else _described(unrounded, batches, asked, samples, seed))
+        file.read()
+        run = _Comparison(unrounded, batches, metrics, samples, seed, chosen, file)
+        run.lower()
+        with shown_progress("compare", run.steps, progress) as tick, interruptible() as stopping:
+            run.tick, run.stopping = tick, stopping
+            return run.report()
+
+
+@dataclass
+class _File:
+    """The file of a comparison: the rows that it had, and where those that are complete are written."""
+
+    path: str | Path | None
+    described: Mapping[str, Any]
+    rows: dict[str, PolicyResult] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read the rows that the file has. Raises ValueError for a file of another comparison, or of anything else."""
+        if self.path is None or not Path(self.path).exists():
+            return
+        try:
+            held = json.loads(Path(self.path).read_text(encoding="utf-8"))
+            described = dict(held["described"])
+            rows = [PolicyResult.from_dict(row) for row in held["policies"]]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{self.path} is no file of a comparison ({error}); pass the path of one, or of a new file"
+            ) from error
+        for key, value in plain(dict(self.described)).items():
+            if described.get(key) != value:
+                raise ValueError(
+                    f"{self.path} has a comparison with another {key}: {shown(described.get(key))}, and this one has "
+                    f"{shown(value)}. Pass another path, or delete the file to run all policies again"
+                )
+        self.rows = {row.name: row for row in rows if row.complete}
+
+    def write(self, report: ComparisonReport) -> None:
+        """Write a report; rows of other policies that the file had stay in it."""
+        if self.path is not None:
+            own = {row.name: row for row in report.policies}
+            write_file(self.path, replace(report, policies=tuple((self.rows | own).values())).to_json() + "\n")
+
+
+@dataclass
+class _Comparison:
+    """A comparison as far as it has run."""
+
+    whole: RoundedModule
+    batches: Sequence[ModelCall]
+    metrics: Sequence[Metric]
+    samples: int
+    seed: int
+    chosen: Mapping[str, Policy]
+    file: _File
+    tick: Callable[[], None] = lambda: None
+    stopping: Callable[[], bool] = lambda: False
+    unrounded: tuple[Measured, ...] = ()
+    # The results of the unrounded model, by batches; None where no metric compares.
+    references: list[Any] = field(default_factory=list)
+    waiting: dict[str, tuple[RoundedModule, Costs]] = field(default_factory=dict)
+
+    def lower(self) -> None:
+        """Lower the model by each policy that the file does not have, so that a wrong one is an error at once."""
+        first = self.batches[0]
+        for name, policy in self.chosen.items():
+            if self._known(name) is None:
+                compiled = self.whole.with_policy(policy)
+                entry = compiled._entry(first.args, first.kwargs)
+                self.waiting[name] = compiled, costs_of(entry.lowered)
+
+    @property
+    def steps(self) -> int:
+        """The number of batches in all runs, those without roundings among them."""
+        return len(self.batches) * (1 + sum(self._runs(self.chosen[name]) for name in self.waiting))
+
+    def _known(self, name: str) -> PolicyResult | None:
+        """Return the row that the file has for this policy."""
+        row = self.file.rows.get(name)
+        return row if row is not None and row.policy == self.chosen[name] else None
+
+    def _runs(self, policy: Policy) -> int:
+        """Return how often a policy runs."""
+        return self.samples if policy.draws else 1
+
+    def report(self) -> ComparisonReport:
+        """Run what is not known, and return the report."""
+        self._measure_unrounded()
+        rows: dict[str, PolicyResult] = {}
+        if not self.stopping():
+            self.file.write(self._report(rows))
+        for name in self.chosen:
+            row = self._known(name)
+            if row is None and not self.stopping():
+                row = self._row(name)
+            if row is not None:
+                rows[name] = row
+                self.file.write(self._report({n: r for n, r in rows.items() if r.complete}))
+        return self._report(rows)
+
+    def _report(self, rows: Mapping[str, PolicyResult]) -> ComparisonReport:
+        return ComparisonReport(
+            model=type(self.whole.source).__name__,
+            batches=len(self.batches),
+            rows=sum(call.rows for call in self.batches),
+            samples=self.samples,
+            seed=self.seed,
+            unrounded=self.unrounded,
+            policies=tuple(rows.values()),
+            remaining=tuple(name for name in self.chosen if name not in rows),
+            interrupted=self.stopping(),
+            described=self.file.described,
+        )
+
+    def _measure_unrounded(self) -> None:
+        recorders = self._recorders()
+        compares = any(metric.compares for metric in self.metrics)
+        for call in self.batches:
+            result = self.whole.evaluate(*call.args, **call.kwargs)
+            self.references.append(result if compares else None)
+            for recorder in recorders:
+                recorder.take(0, result, result, call)
+            self.tick()
+            if self.stopping():
+                return
+        self.unrounded = _measured(recorders)
+
+    def _recorders(self) -> list[Recorder]:
+        return [Recorder(metric) for metric in self.metrics]
+
+    def _row(self, name: str) -> PolicyResult | None:
+        """Run a policy; None if Ctrl-C came before its first run was complete."""
+        policy, recorders, error = self.chosen[name], self._recorders(), ""
+        compiled, costs = self.waiting.pop(name)
+        began, complete = time.perf_counter(), 0
+        try:
+            while complete < self._runs(policy) and self._sample(compiled, complete, recorders):
+                complete += 1
+        except Exception as raised:  # the model or a metric may raise anything: the row says what
+            error = f"{type(raised).__name__}: {raised}"
+        seconds = time.perf_counter() - began
+        for recorder in recorders:
+            recorder.sums.pop(complete, None)
+        if not complete and not error:
+            return None
+        return PolicyResult(name, policy, _measured(recorders), costs, seconds, complete == self._runs(policy), error)
+
+    def _sample(self, compiled: RoundedModule, number: int, recorders: Sequence[Recorder]) -> bool:
+        """Run all batches once; returns whether no Ctrl-C came before the end."""
+        for i, (call, reference) in enumerate(zip(self.batches, self.references, strict=True)):
+            if self.stopping():
+                return False
+            compiled.reseed(self.seed, sample=sample_number(i, number))
+            result = compiled.evaluate(*call.args, **call.kwargs)
+            for recorder in recorders:
+                recorder.take(number, result, reference, call)
+            self.tick()
+        return True
+
+
+def _measured(recorders: Sequence[Recorder]) -> tuple[Measured, ...]:
+    return tuple(m for recorder in recorders if (m := recorder.measured()) is not None)
+
+
+def _policies(given: Any) -> dict[str, Policy]:
+    """Return the policies by name. Raises TypeError or ValueError for a single one, for none, and for equal names."""
+    if isinstance(given, str | Policy | Path) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"policies is {shown(given)}; expected several, such as ['bfloat16', 'int8'], or a dict from names"
+        )
+    if isinstance(given, Mapping):
+        wrong = [name for name in given if not isinstance(name, str)]
+        if wrong:
+            raise TypeError(f"policies has the name {shown(wrong[0])}; expected texts as names")
+        chosen = {name: Policy.parse(policy) for name, policy in given.items()}
+    else:
+        parsed = [Policy.parse(policy) for policy in given]
+        chosen = {policy.name: policy for policy in parsed}
+        if len(chosen) < len(parsed):
+            names = [policy.name for policy in parsed]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(
+                f"two policies have the name {shown(twice)}; pass a dict from names of your own to policies"
+            )
+    if not chosen:
+        raise ValueError("policies has nothing; expected several, such as ['bfloat16', 'int8']")
+    return chosen
+
+
+def _several(asked: Any) -> list[Any]:
+    """Return what was asked for as a list. Raises ValueError for nothing."""
+    several = [asked] if isinstance(asked, str | Metric) or callable(asked) or asked is None else list(asked)
+    if not several or any(one is None for one in several):
+        raise ValueError("metric has nothing; expected a name such as 'accuracy', or a function of (result, target)")
+    return several
+
+
+def _metrics(asked: Sequence[Any]) -> list[Metric]:
+    """Return the metrics. Raises TypeError or ValueError for unknown ones, equal names, and one of pairs of samples."""
+    metrics = [_of_function(one) if callable(one) else named((one,))[0] for one in asked]
+    names = [metric.name for metric in metrics]
+    for metric in metrics:
+        if metric.pairs:
+            raise ValueError(
+                f"metric {metric.name!r} compares pairs of samples, and a policy may run once; choose another"
+            )
+        if names.count(metric.name) > 1:
+            raise ValueError(f"two metrics have the name {shown(metric.name)}; give functions names of their own")
+    # The rows that change in any sample are a matter of variability.
+    return [replace(metric, rows=None) for metric in metrics]
+
+
+def _of_function(function: Callable[[Any, Any], Any]) -> Metric:
+    meaning = "a function of result and target, mean over rows"
+    return mean_over_rows(function, meaning, lambda result, _, call: function(result, call.target), compares=False)
+
+
+def _described(
+    unrounded: RoundedModule, batches: Sequence[ModelCall], metrics: Sequence[Any], samples: int, seed: int
+) -> dict[str, Any]:
+    """Return what figures belong to, beside policies, as plain data.
+
+    Raises TypeError for arguments or targets of which no text says all.
+    """
+    first = batches[0]
+    return {
+        "model": type(unrounded.source).__qualname__,
+        "weights": hash(unrounded.source),
+        "graph": _digest(_lines_of_graph(unrounded._entry(first.args, first.kwargs).captured.graph)),
+        "data": _digest(line for call in batches for line in _lines_of_call(call)),
+        "metrics": [_said_of_metric(metric) for metric in metrics],
+        "samples": samples,
+        "seed": seed,
+        "fxround": version_of("fxround"),
+        "torch": version_of("torch"),
+    }
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _lines_of_graph(graph: fx.GraphModule) -> Iterator[str]:
+    for node in graph.graph.nodes:
+        yield f"{node.name} {operator_name(node)} {node.args} {dict(node.kwargs)}"
+        held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(held, Tensor):
+            yield hash(held)
+        if isinstance(held, fx.GraphModule):
+            yield from _lines_of_graph(held)
+
+
+def _lines_of_call(call: ModelCall) -> Iterator[str]:
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs, call.target))
+    yield str(spec)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor | np.ndarray):
+            yield hash(leaf)
+        elif isinstance(leaf, _PLAIN):
+            yield repr(leaf)
+        else:
+            raise TypeError(
+                f"the data hold {type_of(leaf)}, and no text says all of it, so that a file cannot say which data it "
+                "belongs to; leave path= out, or pass tensors, numbers and texts"
+            )
+
+
+def _said_of_metric(metric: Any) -> str:
+    """Return the name of a metric, with its source text if it is the caller's."""
+    if isinstance(metric, str):
+        return metric
+    functions = (metric.measure, metric.finish) if isinstance(metric, Metric) else (metric,)
+    name = metric.name if isinstance(metric, Metric) else getattr(metric, "__qualname__", type(metric).__qualname__)
+    return f"{name} {_digest(map(_source, functions))}"
+
+
+def _source(function: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(function if inspect.isroutine(function) else type(function)))
+    except (OSError, TypeError):  # typed into a prompt, or of a built-in class
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+__all__ = ["compare"]
