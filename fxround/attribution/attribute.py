@@ -127,6 +127,8 @@ def attribute(
     lowered, spec = subject.entry.lowered, subject.spec
     layers = {place.node: place.name for place in places(lowered, "layers").values()} if check else {}
     random, signs = subject.draws, torch.Generator().manual_seed(seed)
+    # What a format does is one error: the signs leave its square as uncertain as they can.
+    probes = max(probes, MOST_PROBES) if tried else probes
     run, states = subject.linearized(signs if random else None, layers, tried)
     result = _Result.of(states, spec, output)
     if elements and result.count > MOST_ELEMENTS:

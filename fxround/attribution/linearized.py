@@ -96,6 +96,7 @@ class SiteLosses:
     value       its result; only with ``formats``
     formats     roundings to try on the result
     collected   the effects that the last backward pass found; None if no derivative reached the operation
+    tried       the mean and the variance of the error in each of the formats, None before a pass asks for them
     """
 
     node: str
@@ -105,6 +106,7 @@ class SiteLosses:
     value: Tensor | None = None
     formats: tuple[Rounding, ...] = ()
     collected: Effects | None = None
+    tried: list[tuple[Tensor, Tensor]] | None = None
 
     def collect(self, gradient: Tensor) -> Tensor | None:
         """Keep the effects for this derivative with respect to the operation's result.
@@ -132,15 +134,16 @@ class SiteLosses:
             doubt = max(doubt, abs(float(each.sum().nan_to_num(math.inf))), float(each.square().sum().sqrt()))
         tried: tuple[float, ...] = ()
         if self.value is not None:
-            value = self.value.double()
-            # A number that leaves the range, or is none there, is as wrong as can be.
-            errors = (moments(rounding, value)[0].nan_to_num(math.inf) for rounding in self.formats)
-            tried = tuple(
-                float(torch.where((raw == 0) | (error == 0), 0.0, raw * error).nan_to_num(math.inf).square().sum())
-                for error in errors
-            )
+            tried = tuple(_effect_of(raw, *errors) for errors in self._errors_of_formats())
         self.collected = Effects(variance, effect, doubt, tried, fourth)
         return None if finite else g.to(gradient.dtype)
+
+    def _errors_of_formats(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the mean and the variance of the error of the result in each of the formats."""
+        if self.tried is None:
+            assert self.value is not None
+            self.tried = [moments(rounding, self.value.double()) for rounding in self.formats]
+        return self.tried
 
 
 class _Start(torch.autograd.Function):
@@ -168,6 +171,18 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         a, b = ctx.saved_tensors
         return *product_gradients(ctx.call, a, b, gradient, ctx.needs_input_grad[:2]), None, None
+
+
+def _effect_of(derivative: Tensor, mean: Tensor, variance: Tensor) -> float:
+    """Return the mean square of what errors do to a number: their known parts together, and what is drawn.
+
+    A number that leaves the range of a format, or is none there, is as wrong as can be.
+    """
+    known = torch.where((derivative == 0) | (mean == 0), 0.0, derivative * mean)
+    known = known.nan_to_num(math.inf, math.inf, -math.inf)
+    drawn = torch.where((derivative == 0) | (variance == 0), 0.0, derivative.square() * variance)
+    total = known.sum().square() + drawn.sum()
+    return float(total.nan_to_num(math.inf, math.inf))
 
 
 class _Bits(torch.autograd.Function):

@@ -148,15 +148,65 @@ def test_what_is_moved_keeps_its_deviation_and_a_choice_its_doubt() -> None:
 
 
 def test_the_sensitivity_of_a_result_is_the_error_of_the_format() -> None:
-    x = torch.randn(80)
+    x = torch.randn(60)
     report = fxround.attribute(Calls(torch.tanh), x, "reproducible", formats=("bfloat16", "e4m3fn"))
     (row,) = report.rows
     result = report.result
     assert result is not None
     for fmt, deviation in zip(report.formats, row.sensitivity, strict=True):
         error = fxround.round(result.float(), fmt).double() - result
-        # Random signs leave squares of single elements as they are.
         assert deviation == pytest.approx(float(error.square().mean().sqrt()), rel=1e-12)
+
+
+class Blurring(nn.Module):
+    """Means of convolutions: errors of many elements are added up with their signs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.sigmoid(self.first(x))).exp().mean((2, 3))
+
+
+@pytest.mark.parametrize("fmt, most", [("bfloat16", 0.02), ("e4m3fn", 0.2)])
+@pytest.mark.parametrize(
+    "model, shape, sites",
+    [
+        (mlp(), (7, 24), ["0 aten.mm", "0 aten.add", "1 aten.tanh", "2 aten.rsqrt", "3 aten.mm"]),
+        (
+            Blurring(),
+            (2, 2, 8, 8),
+            ["first aten.convolution", " aten.sigmoid", "second aten.convolution", " aten.exp", " aten.sum"],
+        ),
+    ],
+    ids=["mlp", "blurring"],
+)
+def test_the_sensitivity_to_a_format_is_what_a_rule_of_that_format_does(
+    model: nn.Module, shape: tuple[int, ...], sites: list[str], fmt: str, most: float
+) -> None:
+    x = torch.randn(*shape)
+    report = fxround.attribute(model, x, "reproducible", formats=(fmt,))
+    everywhere = fxround.Rule(rounding="binary32", accumulate="binary32")
+    with torch.no_grad():
+        plain = fxround.compile(model, fxround.Policy("plain", (everywhere,)), unroll_loops=True)(x).double()
+        for site in sites:
+            module, operator = site.split(" ")
+            (row,) = [r for r in report.rows if r.operator.startswith(f"{operator}.") and r.module == module]
+            name = operator.removeprefix("aten.")
+            rule = fxround.Rule(module or "*", operator=name, rounding=fmt, accumulate="binary32")
+            policy = fxround.Policy("one site", (everywhere, rule))
+            error = fxround.compile(model, policy, unroll_loops=True)(x).double() - plain
+            # Of second order in the format's error, and the errors of binary32.
+            assert row.sensitivity[0] == pytest.approx(float(error.square().mean().sqrt()), rel=most), site
+
+
+def test_formats_that_draw_have_a_sensitivity() -> None:
+    x = torch.rand(40) + 0.5
+    (row,) = fxround.attribute(Calls(torch.tanh), x, "reproducible", formats=("bfloat16/stochastic",)).rows
+    sampled = fxround.attribute(Calls(torch.tanh), x, "bfloat16/stochastic", check=200)
+    own = [one.deviation for one in sampled.rows if one.node == "tanh"]
+    assert row.sensitivity[0] == pytest.approx(own[0], rel=0.3)  # of inputs that are not rounded
 
 
 def test_exact_sums_and_products_lose_nothing() -> None:
