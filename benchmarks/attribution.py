@@ -4,8 +4,9 @@
 
 For each model, under ``"stochastic"``: the deviation of the result, predicted from one run, over that of N samples, and
 the median of the same ratio over elements; the rank correlation of the variances of sites with those of N/50 samples in
-which one site alone is rounded, and all else is computed in binary64; the time of an attribution without its capture
-beside that of a plain stochastic run, of a backward pass, and of ``variability`` with ten samples; and for ResNet-18 on
+which one site alone is rounded, and all else is computed in binary64; the processor time of an attribution without its
+capture beside that of a plain stochastic run, of a backward pass, and of ``variability`` with ten samples, on one
+thread (these alone with ``--samples 0``); and for ResNet-18 on
 eight images of 128 x 128, in processes of their own, the memory of an attribution beside that of a training step. The
 last three models are built so that derivatives say little: their reports must say so.
 """
@@ -174,19 +175,46 @@ def alone(subject: Subject, case: Case, site: str, samples: int) -> float:
     return float(torch.stack(results).var(0).sum())
 
 
-def seconds(call: Callable[[], object], passes: int = 5) -> float:
-    """Return the median time of a call."""
-    times = []
+def seconds(*calls: Callable[[], object], passes: int = 11) -> list[float]:
+    """Return the median processor time of calls, which take turns."""
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(passes):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        for call, own in zip(calls, times, strict=True):
+            started = time.process_time()
+            call()
+            own.append(time.process_time() - started)
+    return [statistics.median(own) for own in times]
+
+
+def costs(case: Case, subject: Subject) -> dict[str, float]:
+    """Return the processor times of an attribution on one thread, beside those of a run and of ``variability``."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    row: dict[str, float] = {}
+    run, states = subject.linearized(torch.Generator().manual_seed(0), (), ())
+    result = torch.cat([state.derived.reshape(-1) for state in states if is_float(state.derived)])
+    row["plain_s"], row["linearized_s"], row["backward_s"] = seconds(
+        lambda: subject.evaluated(),
+        lambda: subject.linearized(torch.Generator().manual_seed(0), (), ()),
+        lambda: run.backward(result, torch.ones(result.numel())),
+    )
+    row["attribute_s"], row["variability_s"] = seconds(
+        lambda: fxround.attribute(case.model, case.inputs, output=case.output),
+        lambda: fxround.variability(
+            case.model, case.inputs, samples=10, capture="layers", reference=None, progress=False
+        ),
+        passes=3,
+    )
+    torch.set_num_threads(threads)
+    return row
 
 
 def measured(name: str, samples: int) -> dict[str, Any]:
-    """Return the figures of a model."""
+    """Return the figures of a model; its costs alone for no samples."""
     case = built(name)
+    if not samples:
+        subject = Subject.of(case.model, case.inputs, Policy.parse("stochastic"), None, None, 0, 0)
+        return {"model": name} | ({} if case.breaks else costs(case, subject))
     report = fxround.attribute(case.model, case.inputs, output=case.output, check=samples)
     row: dict[str, Any] = {
         "model": name,
@@ -201,18 +229,7 @@ def measured(name: str, samples: int) -> dict[str, Any]:
     subject = Subject.of(case.model, case.inputs, Policy.parse("stochastic"), None, None, 0, 0)
     variances = [(row.deviation**2, alone(subject, case, row.node, max(2, samples // 50))) for row in report.rows]
     row["rank_correlation"] = float(spearmanr(*zip(*variances, strict=True)).statistic)
-    run, states = subject.linearized(torch.Generator().manual_seed(0), (), ())
-    result = torch.cat([state.derived.reshape(-1) for state in states if is_float(state.derived)])
-    row["plain_s"] = seconds(lambda: subject.evaluated())
-    row["linearized_s"] = seconds(lambda: subject.linearized(torch.Generator().manual_seed(0), (), ()))
-    row["backward_s"] = seconds(lambda: run.backward(result, torch.ones(result.numel())))
-    started = time.perf_counter()
-    fxround.attribute(case.model, case.inputs, output=case.output)
-    row["attribute_s"] = time.perf_counter() - started
-    started = time.perf_counter()
-    fxround.variability(case.model, case.inputs, samples=10, capture="layers", reference=None, progress=False)
-    row["variability_s"] = time.perf_counter() - started
-    return row
+    return row | costs(case, subject)
 
 
 LARGE = (8, 3, 128, 128)
