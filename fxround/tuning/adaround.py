@@ -72,7 +72,7 @@ class AdaRound:
             with torch.no_grad():
                 wanted = torch.cat([product.finite_inputs().float() @ flat.transpose(1, 2) for product in exact], 1)
                 inputs = _inputs(products)
-            x = place_of(weight.value, down, up).reshape(-1)[index]
+            x = place_of(weight.value, down, up).reshape(-1)[index].float()
             draws = generator(task.seed, number, index.device)
             h = self._learned(x, down.reshape(-1)[index], up.reshape(-1)[index], inputs, wanted, draws)
             chosen = torch.empty(weight.value.numel(), device=index.device)

@@ -317,3 +317,12 @@ def test_wrong_arguments() -> None:
         model[0].weight[0, 0] = np.nan
     with pytest.raises(ValueError, match=r"the weight 0\.weight has NaNs"):
         fxround.quantize_weights(model, INT4, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_other_dtypes_keep_theirs(method: str, dtype: torch.dtype) -> None:
+    model, x = mlp().to(dtype), rows().to(dtype)
+    small = fxround.quantize_weights(model, only_weights("nvfp4"), x, method, **brief(method))
+    w, kept = model[0].weight.detach(), small.get_parameter("0.weight").detach()
+    assert kept.dtype == dtype and torch.equal(Grid.of(w, "nvfp4").nearest(kept), kept)
