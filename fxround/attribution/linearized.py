@@ -1,6 +1,8 @@
 """One run of a lowered graph, and its derivatives at the values of the run.
 
-Every node is computed three times, and only the first result goes on to other nodes:
+Most nodes have a kernel that computes their bits, their losses and their perturbation in one pass
+(``kernels.perturbed``), and derivatives by PyTorch. Every other node is computed three times, and only the first result
+goes on to other nodes:
 
     its bits       the kernels of the policy, as ``fxround.compile`` runs them
     exactly        the same function of the same operands in binary64, without a rounding; the difference is what the
