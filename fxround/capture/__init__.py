@@ -241,10 +241,12 @@ def _require_held(model: torch.nn.Module, guards: Guards, args: Any, kwargs: Any
         )
 
 
-def trace_example(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as they are traced: copies, with a batch of one duplicated."""
-    example: tuple[tuple[Any, ...], dict[str, Any]] = next(_examples((tuple(args), dict(kwargs))))[0]
-    return example
+def trace_example(
+    args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sizes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return copies of the arguments, with a batch of one duplicated if the graph of these sizes admits two."""
+    examples: list[tuple[tuple[Any, ...], dict[str, Any]]] = [e for e, _ in _examples((tuple(args), dict(kwargs)))]
+    return next((e for e in examples if sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves(e)])), examples[-1])
 
 
 def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ from fxround.runtime.random_state import state_of, write
 
 RNG_BUFFER: Final = "fxround_rng"
 _DENSE: Final = torch.strided
+_NOT_ONE: Final = re.compile(r"Guard failed: (\w+)\.size\(\)\[(\d+)\] != 1")
 
 
 class Exportable(nn.Module):
@@ -293,6 +295,13 @@ class LoadedModule(nn.Module):
             except AssertionError as error:
                 if not str(error).startswith("Guard failed"):
                     raise
+                one = _NOT_ONE.fullmatch(str(error).strip())
+                if one:
+                    raise ValueError(
+                        f"dimension {one[2]} of argument {one[1]!r} has the size 1, and the program was exported for "
+                        "other sizes: something in the model asks for the size 1, as torch.einsum does, and may do "
+                        "something else then. Export a second program with an example of the size 1, for these calls"
+                    ) from error
                 raise ValueError(
                     f"the program was not exported for these sizes or numbers ({str(error).lower()}): export another "
                     "one with an example of them"

@@ -33,7 +33,7 @@ def write_program(
     source, rng, training = compiled.source, compiled.rng, compiled.training
     require_written((joint or entry).captured, joint is not None)
     _refuse_attributes(entry, pytree.tree_leaves(example))
-    args, kwargs = trace_example(*example)
+    args, kwargs = trace_example(*example, entry.captured.sizes)
     with torch.no_grad():
         program = export_program(Exportable(source, rng, entry, kwargs), args, kwargs, entry.captured.sizes)
     gradients = gradients_of(joint, entry, (args, kwargs), rng, training) if joint else None

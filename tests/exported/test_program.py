@@ -259,3 +259,16 @@ def test_a_buffer_that_is_assigned_is_refused_with_its_name(tmp_path: Path) -> N
     with pytest.raises(FxroundError, match=r"(?s)changes self\.steps \(buffer\) at .*self\.steps\.copy_\(\.\.\.\)"):
         compiled.export(tmp_path / "m.pt2", torch.rand(4, 3))
     assert torch.equal(compiled(torch.ones(1)), torch.ones(1)) and float(compiled.source.steps) == 1
+
+
+def test_a_batch_of_one_that_einsum_treats_differently_is_named_and_has_a_program_of_its_own(tmp_path: Path) -> None:
+    weight = torch.rand(6, 3, 4, 5)
+
+    def votes(x: Tensor) -> Tensor:
+        return torch.einsum("bni,ncij->bncj", x, weight)
+
+    compiled, x = fxround.compile(votes, "reproducible"), torch.rand(8, 6, 4)
+    many, one = (fxround.load(compiled.export(tmp_path / f"{n}.pt2", x[:n])) for n in (8, 1))
+    assert torch.equal(many(x[:3]), compiled(x)[:3]) and torch.equal(one(x[:1]), compiled(x)[:1])
+    with pytest.raises(ValueError, match=r"dimension 0 of argument '\w+' has the size 1.*einsum.*second program"):
+        many(x[:1])
