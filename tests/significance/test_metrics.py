@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, chosen, dice_of, dice_sums, labels
-from fxround.significance.recorder import Recorder
+from fxround.significance.recorder import Measured, Recorder
 
 G = torch.Generator().manual_seed(5)
 NOTHING = ModelCall(())
@@ -170,3 +170,8 @@ def test_functions_and_unknown_names() -> None:
     assert [m.name for m in chosen("auto", x)] == ["sqnr", "max_ulp", "label_flips"]
     assert [m.name for m in chosen("auto", {"y": x.flatten()})] == ["sqnr", "max_ulp"]
     assert chosen("auto", torch.zeros(3, dtype=torch.long)) == () == chosen(None, x)
+
+
+def test_equal_values_have_no_spread() -> None:
+    # The mean of three times 0.1 is rounded to another number.
+    assert Measured("m", "", "", "higher", (0.1, 0.1, 0.1)).spread == 0.0
