@@ -42,7 +42,7 @@ from fxround.attribution.losses import (
     stored_deterministically,
 )
 from fxround.eager.round import round as round_stochastically
-from fxround.errors import UnsupportedOperator
+from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import CALLS, ContractionCall, Convolution, Cumsum, Matmul, Pointwise, Sum, loops_of, read
 from fxround.graph.dtypes import FORMAT_OF, result_storage
 from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
@@ -336,7 +336,11 @@ class Linearized:
                 break
             if self._tangents is not None and any(_is_tangent(used) for used in node.all_input_nodes):
                 self._enter_tangents()
-            self._states[node] = state = self._run(node)
+            try:
+                self._states[node] = state = self._run(node)
+            except UnsupportedRounding as error:
+                at = site(node) or located(node)
+                raise UnsupportedRounding(f"{placed(at.operator, at.path, at.source, at.code)}: {error}") from error
             if node.name in watched:
                 self.seen[node.name] = state
             for spent in last.get(node, ()):

@@ -136,7 +136,9 @@ def _suits(rounding: Rounding | None, drawn: bool) -> bool:
     """Whether what a rounding loses is all drawn, or all known."""
     if rounding is None:
         return True
-    return rounding.mode.graded and rounding.mode.random_bits == 32 if drawn else rounding.mode.deterministic
+    if drawn:
+        return rounding.mode.graded and rounding.mode.random_bits == 32 and not rounding.format.posit
+    return rounding.mode.deterministic
 
 
 def _with_results(kernel: Map, stored: Expr, result: Storage, value: Expr | None, *others: Expr | None) -> Perturbed:

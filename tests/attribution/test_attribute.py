@@ -618,6 +618,10 @@ def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], messa
 
 
 def test_what_cannot_be_attributed_is_refused() -> None:
+    with pytest.raises(UnsupportedRounding, match=r"^posit.*use a mode without random bits"):
+        fxround.attribute(mlp(), torch.randn(5, 24), formats=("posit16/stochastic",))
+    with pytest.raises(UnsupportedRounding, match=r"^fxround\.round in .*: posit.*use a mode without"):
+        fxround.attribute(Chain(), (torch.rand(3),) * 3, "posit16/stochastic")
     with pytest.raises(UnsupportedRounding, match=r"model\.float"):
         fxround.attribute(nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64), "stochastic")
     with pytest.raises(UnsupportedOperator, match="complex"):
