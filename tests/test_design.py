@@ -125,6 +125,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.guards",
             "capture.numbers",
             "capture.numpy_numbers",
+            "capture.python_gaps",
             "capture.readings",
             "capture.replayed_guards",
             "graph.values",

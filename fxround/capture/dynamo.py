@@ -29,6 +29,7 @@ from fxround.capture.leftovers import installed_names
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.memory_reads import memory_reads
 from fxround.capture.numpy_numbers import numpy_numbers, refuse_numpy_numbers
+from fxround.capture.python_gaps import python_gaps, unmoved_generator
 from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
 from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
@@ -190,7 +191,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         accumulated_recompile_limit=_GRAPHS_OF_CODE,
         suppress_errors=False,
     )
-    with settings, separate_sizes(), logging_while_traced():
+    with settings, separate_sizes(), logging_while_traced(), python_gaps():
         try:
             yield
         except exc.FailOnRecompileLimitHit as error:
@@ -202,6 +203,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
             raise explained(model, error, called_with(args, kwargs)) from error
 
 
+@unmoved_generator()
 def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModule, tuple[Read | Kept, ...], Noted]:
     """Return Dynamo's graph of the call, and what it relies on besides state and arguments: tensors, and guards.
 
@@ -217,6 +219,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
     traced = _traceable(model)
     # As in PyTorch's dynamo_graph_capture_for_export, except that what it warns of is an error here.
     with contextlib.ExitStack() as stack:
+        stack.enter_context(python_gaps())
         stack.enter_context(_compiling_state_context())
         stack.enter_context(config.patch(replay_side_effects=False, side_effect_replay_policy="info"))
         stack.enter_context(get_metrics_context())

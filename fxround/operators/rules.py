@@ -192,8 +192,8 @@ _INTEGER: Final = """
     bitwise_left_shift.Tensor bitwise_right_shift.Tensor bitwise_left_shift.Tensor_Scalar
     bitwise_right_shift.Tensor_Scalar __lshift__.Scalar __rshift__.Scalar any any.dim any.dims all all.dim all.dims
     argmax argmin argsort argsort.stable nonzero searchsorted.Tensor
-    bucketize.Tensor bincount floor_divide div.Tensor_mode div.Scalar_mode prod prod.dim_int cumprod randperm
-    randint randint.low randint_like multinomial is_nonzero equal
+    bucketize.Tensor bincount floor_divide div.Tensor_mode div.Scalar_mode prod prod.dim_int cumprod
+    is_nonzero equal
     sym_size.int sym_numel sym_stride.int
     sym_storage_offset _assert_tensor_metadata _assert_async _assert_async.msg _assert_scalar sym_constrain_range
     sym_constrain_range_for_size _linalg_check_errors
@@ -203,6 +203,8 @@ _RANDOM: Final = """
     bernoulli bernoulli.p bernoulli.Tensor rand rand_like randn randn_like uniform normal_functional
     normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor exponential geometric cauchy
     log_normal poisson binomial native_dropout rrelu_with_noise_functional rand.generator randn.generator
+    randperm randperm.generator randint randint.generator randint.low randint.low_generator randint_like
+    randint_like.low_dtype multinomial
 """
 
 _OPAQUE: Final = {
@@ -256,11 +258,6 @@ def _index_put(node: fx.Node) -> OpRule:
 def _scatter_reduce(node: fx.Node) -> OpRule:
     chooses = argument(node, 4) in ("amax", "amin")
     return OpRule("exact") if chooses else RULES["aten.scatter_reduce.two"]
-
-
-def _integer_or_random(node: fx.Node) -> OpRule:
-    """Return the rule of drawn integers, which may be stored as floating point."""
-    return RULES["aten.rand.default"] if _yields_floats(node) else INTEGER
 
 
 def _bincount(node: fx.Node) -> OpRule:
@@ -321,8 +318,6 @@ _REFINED: Final[dict[str, Callable[[fx.Node], OpRule]]] = {
     "aten._to_copy.default": _cast,
     "aten.convolution_backward.default": _convolution_backward,
     "aten.bincount.default": _bincount,
-    **{f"aten.{name}.default": _integer_or_random for name in ("randperm", "randint", "randint_like")},
-    "aten.randint.low": _integer_or_random,
     **dict.fromkeys(("aten.floor_divide.default", "aten.div.Tensor_mode", "aten.div.Scalar_mode"), _quotient),
     **{name: _reduction for name in _LOWERED if RULES[name].kind == "integer"},
 }

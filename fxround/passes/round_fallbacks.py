@@ -19,6 +19,7 @@ from fxround.graph.site import META, Site, float_value, float_values, site
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_float
+from fxround.operators.rules import rule_of
 from fxround.passes.rewrite import ROUND, Plan, decided, insert, keeps, round_after, sites
 
 LEFT_ALONE = "the policy leaves it alone"
@@ -35,6 +36,12 @@ _COMPARISONS: Final = ("aten.eq.Tensor", "aten._segment_reduce_backward.default"
 def round_results(graph: fx.GraphModule, plan: Plan) -> None:
     """Round after the operators that kept their stock kernel, and give each of them a reason."""
     for node, place in sites(graph):
+        rule = rule_of(node)
+        if plan.strict and rule is not None and rule.kind == "random" and not float_values(node):
+            raise UnsupportedOperator(
+                f"{place}: node {node.name} draws integers from PyTorch's global generator, not from (seed, sample), "
+                f"and policy {plan.policy.name!r} is strict: pass them as an argument, or pass strict=False."
+            )
         if place.status != "native":
             continue
         wanted = decided(place)

@@ -1,0 +1,120 @@
+"""What Dynamo computes otherwise than Python, in a trace for fxround: refused, or put right.
+
+A full ``deque`` loses its ``maxlen`` and grows; ``OrderedDict.move_to_end`` is not applied to an object that exists; a
+generator of ``random`` that exists gives the same number in every call; and a call of ``random.uniform`` is evaluated
+while it is traced, which moves Python's generator. The methods of Dynamo are wrapped once and for good, before anything
+else replaces them for a trace, and do what they did in every other trace.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+import threading
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Final, NoReturn
+
+_GROWING: Final = ("append", "appendleft", "extend", "extendleft", "insert", "__iadd__")
+
+
+class _Thread(threading.local):
+    """How many traces for fxround the thread is in."""
+
+    traces = 0
+
+
+_THREAD: Final = _Thread()
+
+
+@contextlib.contextmanager
+def python_gaps() -> Iterator[None]:
+    """Refuse or put right, in traces of this thread in the block, what Dynamo computes otherwise than Python."""
+    _wrap()
+    _THREAD.traces += 1
+    try:
+        yield
+    finally:
+        _THREAD.traces -= 1
+
+
+@contextlib.contextmanager
+def unmoved_generator() -> Iterator[None]:
+    """Set Python's generator back at the end: Dynamo draws where the model does, and runs what it has captured."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@cache
+def _wrap() -> None:
+    from torch._dynamo.variables import ConstantVariable, misc, user_defined
+    from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.lists import DequeVariable
+    from torch._dynamo.variables.misc import RandomVariable
+    from torch._dynamo.variables.user_defined import OrderedDictVariable
+
+    build, draw = VariableBuilder.__call__, user_defined.call_random_fn
+    of_deque, of_dict = DequeVariable.call_method, OrderedDictVariable.call_method
+    of_generator = RandomVariable.call_method
+
+    def built(self: Any, value: Any) -> Any:
+        result = build(self, value)
+        if _THREAD.traces and type(value) is collections.deque and isinstance(result, DequeVariable):
+            result.maxlen = ConstantVariable.create(value.maxlen)
+        return result
+
+    def drawn(*args: Any) -> Any:
+        if not _THREAD.traces:
+            return draw(*args)
+        with unmoved_generator():
+            return draw(*args)
+
+    def called_of_deque(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        limited = _THREAD.traces and self.source is not None and self.maxlen.as_python_constant() is not None
+        if limited and name in _GROWING:
+            _refuse(f"deque.{name}", "a deque with maxlen that exists before the call is changed", "use a list")
+        return of_deque(self, tx, name, args, kwargs)
+
+    def called_of_dict(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if _THREAD.traces and name == "move_to_end" and self.source is not None:
+            _refuse(
+                "OrderedDict.move_to_end",
+                "the order of an OrderedDict that exists before the call is changed",
+                "use d[key] = d.pop(key), which has the same effect",
+            )
+        return of_dict(self, tx, name, args, kwargs)
+
+    def called_of_generator(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if _THREAD.traces and self.source is not None:
+            _refuse(
+                f"Random.{name}",
+                "a generator of Python's random that exists before the call is used",
+                "draw outside of the model, and pass the number as a tensor",
+            )
+        return of_generator(self, tx, name, args, kwargs)
+
+    wrapped: tuple[tuple[Any, str, Any], ...] = (
+        (VariableBuilder, "__call__", built),
+        (user_defined, "call_random_fn", drawn),
+        (misc, "call_random_fn", drawn),
+        (DequeVariable, "call_method", called_of_deque),
+        (OrderedDictVariable, "call_method", called_of_dict),
+        (RandomVariable, "call_method", called_of_generator),
+    )
+    for owner, name, function in wrapped:
+        if hasattr(owner, name):
+            setattr(owner, name, function)
+
+
+def _refuse(what: str, explanation: str, remedy: str) -> NoReturn:
+    from torch._dynamo.exc import unimplemented
+
+    unimplemented(gb_type=f"{what} in a graph", context=what, explanation=f"{explanation}.", hints=[f"{remedy}."])
+    raise AssertionError
+
+
+__all__ = ["python_gaps", "unmoved_generator"]
