@@ -211,7 +211,7 @@ def _share(site: Blame) -> float | None:
 def _lines(site: Blame) -> str:
     """Return a site's place and the lines around it, with the site's line marked."""
     result = f"{site.operator} -> {list(site.shape)}"
-    share = "" if site.share is None else f", {100 * site.share:.2g} % of the error of the result"
+    share = "" if not site.share else f", {100 * site.share:.2g} % of the error of the result"
     place = f"  {site.module or '(root)'}  {result}  {site.source or site.code}  (node {site.node}{share})"
     amplified = [f"    amplified by {site.amplifier}: {site.cancelled:.0f} bits cancel"] if site.amplifier else []
     elements = [f"    elements {_shown_elements(site)}"] if site.elements is not None else []
