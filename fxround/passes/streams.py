@@ -53,7 +53,10 @@ _ROUNDINGS: Final = 64
 
 
 def of_values(first: int, count: int) -> range:
-    """Return the numbers of so many values, from an even one on. Raises UnsupportedRounding for too many values."""
+    """Return the numbers of ``count`` values, which are even and begin with ``first``.
+
+    Raises UnsupportedRounding if there are too many values.
+    """
     if first + 2 * count > _NUMBERS:
         raise UnsupportedRounding(
             f"the graph has {first // 2 + count} values, and there are random streams for {_NUMBERS // 2}; compile "

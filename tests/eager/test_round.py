@@ -247,7 +247,7 @@ def test_a_tensor_without_memory_is_refused() -> None:
     x = torch.ones(3)
     x.untyped_storage().resize_(0)
     for empty in (x, torch._efficientzerotensor((3,))):  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match="no memory|without memory"):
+        with pytest.raises(ValueError, match=r"no memory|without memory"):
             fxround.round(empty, "bfloat16")
 
 

@@ -79,6 +79,7 @@ def test_the_variance_of_arithmetic_is_that_of_the_exact_value(operator: str) ->
         while gap * 2**24 <= abs(exact):
             gap *= 2
         own = abs(Fraction(value) - exact)
+        # Not bits: the kernel computes a square root in binary64 of a variance in binary32.
         assert lost**2 == pytest.approx(float(own * (gap - own)), rel=1e-5, abs=1e-22)
 
 

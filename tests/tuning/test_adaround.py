@@ -65,6 +65,7 @@ def test_a_step_is_the_gradient_of_the_published_objective() -> None:
     moved = (1.2 * torch.sigmoid(v.detach() - 0.01 * v.grad.sign()) - 0.1).clamp(0, 1)
     clear = v.grad.abs() > 1e-4  # Adam divides by the magnitude plus 1e-8
     assert clear.float().mean() > 0.9
+    # Not bits: the step is computed in float32, the expected one in float64.
     assert torch.allclose(got[clear], moved[clear].float(), atol=1e-5)
 
 
