@@ -228,17 +228,14 @@ class Noted:
         ]
         tensors = self._other_tensors(scope)
         known = {guard.name for guard in graph.guards}
-        compared = [value_of(source, scope) for source in self.readings.identities]
-        identities = {id(value) for value in compared if not isinstance(value, _BY_VALUE)}
+        identities = self._identities(scope)
         unguarded = {
             name: source
             for name, source in self.readings.sources.items()
             if _is_compared(source, names)
             and (name not in known or (identities and id(value_of(source, scope)) in identities))
         }
-        keyed = {g.name: g.originating_source for g in kept if g.create_fn_name() == _KEYS}
-        ordered = [(source, value_of(source, scope)) for source in keyed.values() if _is_compared(source, names)]
-        ordered = [(source, value) for source, value in ordered if isinstance(value, OrderedDict) and len(value) > 1]
+        ordered = [(source, value) for source, value in _ordered(kept, scope) if _is_compared(source, names)]
         unguarded.update((source.name, source) for source, _ in ordered)
         absent = [row for row in self.readings.absent if _root(row[0]) in names or not _root(row[0])]
         checker = _checker(
@@ -287,6 +284,13 @@ class Noted:
             members=frozenset(part.member for part in parts if type(part).__name__ == "AttrSource"),
         )
 
+    def _identities(self, scope: dict[str, Any]) -> set[int]:
+        """Return the identities of the objects that the trace compared by identity."""
+        compared = [value_of(source, scope) for source in self.readings.identities]
+        equal = [value_of(source, scope) for source in self.readings.equalities]
+        compared.extend(value for value in equal if getattr(type(value), "__eq__", None) is object.__eq__)
+        return {id(value) for value in compared if not isinstance(value, _BY_VALUE)}
+
     def _other_tensors(self, scope: dict[str, Any]) -> list[Any]:
         """Return the sources of the tensors that are neither parameters, nor buffers, nor arguments."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
@@ -318,11 +322,19 @@ def _is_evaluated(guard: Any, names: set[str]) -> bool:
     return kind not in _OF_ARGUMENTS or not all(_is_item(source) for source in _chain(guard.originating_source)[1:])
 
 
+def _ordered(guards: Iterable[Any], scope: dict[str, Any]) -> Iterator[tuple[Any, OrderedDict[Any, Any]]]:
+    """Yield the ``OrderedDict`` objects of which these guards compare the keys, with their sources."""
+    for source in {g.name: g.originating_source for g in guards if g.create_fn_name() == _KEYS}.values():
+        value = value_of(source, scope)
+        if isinstance(value, OrderedDict) and len(value) > 1:
+            yield source, value
+
+
 def value_of(source: Any, scope: dict[str, Any]) -> Any:
     """Return what a source gives now; _MISSING for a name of the trace alone."""
     try:
         return eval(source.name, scope)  # as Dynamo's guards do
-    except Exception:
+    except Exception:  # whatever an attribute or a key may raise that is no longer, or not yet, there
         return _MISSING
 
 

@@ -51,15 +51,14 @@ def unmoved_generator() -> Iterator[None]:
 
 @cache
 def _wrap() -> None:
-    from torch._dynamo.variables import ConstantVariable, misc, user_defined
+    from torch._dynamo.variables import dicts, misc, user_defined
     from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.constant import ConstantVariable
     from torch._dynamo.variables.lists import DequeVariable
     from torch._dynamo.variables.misc import RandomVariable
-    from torch._dynamo.variables.user_defined import OrderedDictVariable
 
     build, draw = VariableBuilder.__call__, user_defined.call_random_fn
-    of_deque, of_dict = DequeVariable.call_method, OrderedDictVariable.call_method
-    of_generator = RandomVariable.call_method
+    of_deque, of_generator = DequeVariable.call_method, RandomVariable.call_method
 
     def built(self: Any, value: Any) -> Any:
         result = build(self, value)
@@ -67,11 +66,11 @@ def _wrap() -> None:
             result.maxlen = ConstantVariable.create(value.maxlen)
         return result
 
-    def drawn(*args: Any) -> Any:
+    def drawn(*args: Any, **options: Any) -> Any:
         if not _THREAD.traces:
-            return draw(*args)
+            return draw(*args, **options)
         with unmoved_generator():
-            return draw(*args)
+            return draw(*args, **options)
 
     def called_of_deque(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         limited = _THREAD.traces and self.source is not None and self.maxlen.as_python_constant() is not None
@@ -79,14 +78,17 @@ def _wrap() -> None:
             _refuse(f"deque.{name}", "a deque with maxlen that exists before the call is changed", "use a list")
         return of_deque(self, tx, name, args, kwargs)
 
-    def called_of_dict(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if _THREAD.traces and name == "move_to_end" and self.source is not None:
-            _refuse(
-                "OrderedDict.move_to_end",
-                "the order of an OrderedDict that exists before the call is changed",
-                "use d[key] = d.pop(key), which has the same effect",
-            )
-        return of_dict(self, tx, name, args, kwargs)
+    def ordered(of_dict: Any) -> Any:
+        def called_of_dict(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if _THREAD.traces and name == "move_to_end" and self.source is not None:
+                _refuse(
+                    "OrderedDict.move_to_end",
+                    "the order of an OrderedDict that exists before the call is changed",
+                    "use d[key] = d.pop(key), which has the same effect",
+                )
+            return of_dict(self, tx, name, args, kwargs)
+
+        return called_of_dict
 
     def called_of_generator(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if _THREAD.traces and self.source is not None:
@@ -97,17 +99,19 @@ def _wrap() -> None:
             )
         return of_generator(self, tx, name, args, kwargs)
 
-    wrapped: tuple[tuple[Any, str, Any], ...] = (
+    replaced: tuple[tuple[Any, str, Any], ...] = (
         (VariableBuilder, "__call__", built),
-        (user_defined, "call_random_fn", drawn),
-        (misc, "call_random_fn", drawn),
         (DequeVariable, "call_method", called_of_deque),
-        (OrderedDictVariable, "call_method", called_of_dict),
         (RandomVariable, "call_method", called_of_generator),
+        (misc, "call_random_fn", drawn),
+        (user_defined, "call_random_fn", drawn),
     )
-    for owner, name, function in wrapped:
-        if hasattr(owner, name):
-            setattr(owner, name, function)
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    # The class of an OrderedDict is in one module or in another, or is that of all dicts: torch 2.11 to 2.15 differ.
+    named = [vars(module).get("OrderedDictVariable") for module in (dicts, user_defined)]
+    for kind in (dicts.ConstDictVariable, *filter(None, named)):
+        kind.call_method = ordered(kind.call_method)
 
 
 def _refuse(what: str, explanation: str, remedy: str) -> NoReturn:

@@ -6,6 +6,7 @@ Dynamo's guards name most of it. Some objects have no guard, and no flag has one
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 
 from fxround.capture.memory_reads import MemoryReads
 
+_COMPARISONS: Final = {"is": operator.is_, "is not": operator.is_not, "==": operator.eq, "!=": operator.ne}
 # The thread that traces, if one does.
 TRACING: Final[list[int]] = []
 
@@ -31,7 +33,8 @@ class Readings:
     memory      how ``as_strided`` reads memory (``memory_reads``)
     environ     whether the environment was read
     absent      the sources of objects, and the attributes (True) and keys (False) that were not found there
-    identities  the sources of objects that were compared by identity with others
+    identities  the sources of objects that were compared by ``is``
+    equalities  the sources of objects that were compared by ``==``
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
@@ -42,6 +45,7 @@ class Readings:
     environ: bool = False
     absent: list[tuple[Any, Any, bool]] = field(default_factory=list)
     identities: list[Any] = field(default_factory=list)
+    equalities: list[Any] = field(default_factory=list)
 
     def read(self, source: Any, value: Any) -> None:
         """Note that a value was read."""
@@ -53,9 +57,10 @@ class Readings:
         if holder.source is not None and name.is_python_constant():
             self.absent.append((holder.source, name.as_python_constant(), is_attribute))
 
-    def identify(self, *operands: Any) -> None:
-        """Note that values that come from outside of the trace were compared by identity."""
-        self.identities.extend(operand.source for operand in operands if operand.source is not None)
+    def identify(self, comparison: Callable[..., Any], operands: Any) -> None:
+        """Note that values from outside of the trace were compared by one of ``_COMPARISONS``."""
+        sources = [operand.source for operand in operands if operand.source is not None]
+        (self.identities if comparison in (operator.is_, operator.is_not) else self.equalities).extend(sources)
 
     def call(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of one of PyTorch's functions, if it reads a flag: no tensor enters it, and it is a constant."""
@@ -86,16 +91,15 @@ def readings() -> Iterator[Readings]:
     """Note what Dynamo reads in the block."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
-    from torch._dynamo.variables import builtin, object_protocol
     from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.builtin import GetAttrBuiltinVariable
+    from torch._dynamo.variables.builtin import BuiltinVariable, GetAttrBuiltinVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     noted = Readings()
     build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
-    identical = object_protocol.vt_identity_compare
+    builtin = BuiltinVariable.call_function
     attribute, item = GetAttrBuiltinVariable._call_getattr, ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def built(self: Any, value: Any) -> Any:
@@ -121,16 +125,17 @@ def readings() -> Iterator[Readings]:
             noted.miss(self, key, is_attribute=False)
             raise
 
-    def compared(left: Any, right: Any) -> Any:
-        noted.identify(left, right)
-        return identical(left, right)
+    def compared(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn in _COMPARISONS.values():
+            noted.identify(self.fn, args)
+        return builtin(self, tx, args, kwargs)
 
-    def asked_whether(operator: str) -> Any:
-        handler = symbolic_convert.compare_op_handlers[operator]
+    def asked_whether(operation: str) -> Any:
+        handler = symbolic_convert.compare_op_handlers[operation]
 
-        def handled(tx: Any, operands: Any, kwargs: Any) -> Any:
-            noted.identify(*operands)
-            return handler(tx, operands, kwargs)
+        def handled(tx: Any, args: Any, kwargs: Any) -> Any:
+            noted.identify(_COMPARISONS[operation], args)
+            return handler(tx, args, kwargs)
 
         return handled
 
@@ -147,9 +152,8 @@ def readings() -> Iterator[Readings]:
         stack.enter_context(mock.patch.object(GetAttrBuiltinVariable, "_call_getattr", attribute_of))
         name = "getitem_const_raise_exception_if_absent"
         stack.enter_context(mock.patch.object(ConstDictVariable, name, item_of))
-        for module in (builtin, object_protocol):
-            stack.enter_context(mock.patch.object(module, "vt_identity_compare", compared))
-        handlers = {name: asked_whether(name) for name in ("is", "is not")}
+        stack.enter_context(mock.patch.object(BuiltinVariable, "call_function", compared))
+        handlers = {operation: asked_whether(operation) for operation in _COMPARISONS}
         stack.enter_context(mock.patch.dict(symbolic_convert.compare_op_handlers, handlers))
         for name in ("method_stride", "method_is_contiguous"):
             stack.enter_context(mock.patch.object(TensorVariable, name, strided(getattr(TensorVariable, name))))

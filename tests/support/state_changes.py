@@ -358,7 +358,7 @@ def _parameter_no_more() -> Case:
     return model, change
 
 
-def _made_one(make: Callable[[], Any], is_one: Callable[[Any, Any], bool] = lambda a, b: a is b) -> Case:
+def _made_one(make: Callable[[], Any], is_one: Callable[[Any, Any], bool] = operator.is_) -> Case:
     """Return a model that asks whether two objects are one, and the change that makes them one."""
     model = Reading([make(), make()], lambda v, x: x * (2 if is_one(*v) else 3))
     return model, lambda: model.held.__setitem__(1, model.held[0])
