@@ -91,16 +91,19 @@ def readings() -> Iterator[Readings]:
     """Note what Dynamo reads in the block."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
+    from torch._dynamo.variables import builtin
     from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.builtin import BuiltinVariable, GetAttrBuiltinVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     noted = Readings()
     build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
-    builtin = BuiltinVariable.call_function
-    attribute, item = GetAttrBuiltinVariable._call_getattr, ConstDictVariable.getitem_const_raise_exception_if_absent
+    call_builtin = builtin.BuiltinVariable.call_function
+    item = ConstDictVariable.getitem_const_raise_exception_if_absent
+    # A class of its own reads attributes since torch 2.13.
+    reader = getattr(builtin, "GetAttrBuiltinVariable", None)
+    read_attribute = call_builtin if reader is None else reader._call_getattr
 
     def built(self: Any, value: Any) -> Any:
         noted.read(self.get_source(), value)
@@ -113,7 +116,7 @@ def readings() -> Iterator[Readings]:
 
     def attribute_of(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return attribute(self, tx, args, kwargs)
+            return read_attribute(self, tx, args, kwargs)
         except ObservedAttributeError:
             noted.miss(args[0], args[1], is_attribute=True)
             raise
@@ -125,10 +128,12 @@ def readings() -> Iterator[Readings]:
             noted.miss(self, key, is_attribute=False)
             raise
 
-    def compared(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def called_builtin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is getattr:
+            return attribute_of(self, tx, args, kwargs)
         if self.fn in _COMPARISONS.values():
             noted.identify(self.fn, args)
-        return builtin(self, tx, args, kwargs)
+        return call_builtin(self, tx, args, kwargs)
 
     def asked_whether(operation: str) -> Any:
         handler = symbolic_convert.compare_op_handlers[operation]
@@ -149,10 +154,11 @@ def readings() -> Iterator[Readings]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(VariableBuilder, "__call__", built))
         stack.enter_context(mock.patch.object(TorchInGraphFunctionVariable, "call_function", called))
-        stack.enter_context(mock.patch.object(GetAttrBuiltinVariable, "_call_getattr", attribute_of))
+        if reader is not None:
+            stack.enter_context(mock.patch.object(reader, "_call_getattr", attribute_of))
         name = "getitem_const_raise_exception_if_absent"
         stack.enter_context(mock.patch.object(ConstDictVariable, name, item_of))
-        stack.enter_context(mock.patch.object(BuiltinVariable, "call_function", compared))
+        stack.enter_context(mock.patch.object(builtin.BuiltinVariable, "call_function", called_builtin))
         handlers = {operation: asked_whether(operation) for operation in _COMPARISONS}
         stack.enter_context(mock.patch.dict(symbolic_convert.compare_op_handlers, handlers))
         for name in ("method_stride", "method_is_contiguous"):

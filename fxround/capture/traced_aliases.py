@@ -38,14 +38,25 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 def computed_views() -> contextlib.AbstractContextManager[Any]:
     """Let Dynamo compute attributes of tensors that are views in its graph, also where they are results."""
-    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables import TensorVariable, builtin
 
-    read = TensorVariable.var_getattr
-
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        result = read(self, tx, name)
+    def computed(result: Any) -> Any:
         if type(result) is TensorVariable and result.proxy.node.op != "placeholder":
             result.source = None
         return result
 
-    return mock.patch.object(TensorVariable, "var_getattr", var_getattr)
+    if hasattr(TensorVariable, "var_getattr"):  # until torch 2.13
+        read = TensorVariable.var_getattr
+
+        def var_getattr(self: Any, tx: Any, name: str) -> Any:
+            return computed(read(self, tx, name))
+
+        return mock.patch.object(TensorVariable, "var_getattr", var_getattr)
+    reader = builtin.GetAttrBuiltinVariable
+    call = reader._call_getattr
+
+    def _call_getattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        result = call(self, tx, args, kwargs)
+        return computed(result) if isinstance(args[0], TensorVariable) else result
+
+    return mock.patch.object(reader, "_call_getattr", _call_getattr)
