@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
+from fxround.capture.attribute_reads import tensor_attribute_reads
 from fxround.graph.site import PORT, Port
 from fxround.graph.values import fake_mode
 
@@ -119,7 +120,7 @@ def asked_nothing(tensors: Sequence[Tensor]) -> Iterator[None]:
         if argument is not None and any(argument.example is tensor for tensor in tensors):
             raise error(f"the model asks a number for {what}")
 
-    kind, read, has = TensorVariable.python_type, TensorVariable.var_getattr, TensorVariable.call_obj_hasattr
+    kind, has = TensorVariable.python_type, TensorVariable.call_obj_hasattr
     handlers = TorchInGraphFunctionVariable._get_handlers()
     is_tensor = handlers[torch.is_tensor]
 
@@ -127,9 +128,9 @@ def asked_nothing(tensors: Sequence[Tensor]) -> Iterator[None]:
         refuse_number(self, "its type", NotImplementedError)  # which Dynamo expects here
         return kind(self)
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        refuse_number(self, name)
-        return read(self, tx, name)
+    def attribute(read: Callable[[], Any], holder: Any, name: str) -> Any:
+        refuse_number(holder, name)
+        return read()
 
     def call_obj_hasattr(self: Any, tx: Any, name: str) -> Any:
         refuse_number(self, name)
@@ -141,9 +142,13 @@ def asked_nothing(tensors: Sequence[Tensor]) -> Iterator[None]:
                 refuse_number(variable.realize(), "its type")
         return is_tensor(self, tx, *args, **kwargs)
 
-    replaced: Any = {"python_type": python_type, "var_getattr": var_getattr, "call_obj_hasattr": call_obj_hasattr}
+    replaced: Any = {"python_type": python_type, "call_obj_hasattr": call_obj_hasattr}
     functions = dict.fromkeys((f for f, handler in handlers.items() if handler is is_tensor), asked)
-    with mock.patch.multiple(TensorVariable, **replaced), mock.patch.dict(handlers, functions):
+    with (
+        mock.patch.multiple(TensorVariable, **replaced),
+        mock.patch.dict(handlers, functions),
+        tensor_attribute_reads(attribute),
+    ):
         yield
 
 

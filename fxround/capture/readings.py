@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from fxround.capture.attribute_reads import attribute_reads
 from fxround.capture.memory_reads import MemoryReads
 
 _COMPARISONS: Final = {"is": operator.is_, "is not": operator.is_not, "==": operator.eq, "!=": operator.ne}
@@ -54,8 +55,8 @@ class Readings:
 
     def miss(self, holder: Any, name: Any, *, is_attribute: bool) -> None:
         """Note that an attribute or a key of a traced value was not found, which the model may catch."""
-        if holder.source is not None and name.is_python_constant():
-            self.absent.append((holder.source, name.as_python_constant(), is_attribute))
+        if holder.source is not None:
+            self.absent.append((holder.source, name, is_attribute))
 
     def identify(self, comparison: Callable[..., Any], operands: Any) -> None:
         """Note that values from outside of the trace were compared by one of ``_COMPARISONS``."""
@@ -91,19 +92,15 @@ def readings() -> Iterator[Readings]:
     """Note what Dynamo reads in the block."""
     from torch._dynamo import symbolic_convert
     from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
-    from torch._dynamo.variables import builtin
     from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.dicts import ConstDictVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     noted = Readings()
     build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
-    call_builtin = builtin.BuiltinVariable.call_function
-    item = ConstDictVariable.getitem_const_raise_exception_if_absent
-    # A class of its own reads attributes since torch 2.13.
-    reader = getattr(builtin, "GetAttrBuiltinVariable", None)
-    read_attribute = call_builtin if reader is None else reader._call_getattr
+    item, method = ConstDictVariable.getitem_const_raise_exception_if_absent, TensorVariable.call_method
 
     def built(self: Any, value: Any) -> Any:
         noted.read(self.get_source(), value)
@@ -114,26 +111,28 @@ def readings() -> Iterator[Readings]:
         noted.call(self.value, args, kwargs, result)
         return result
 
-    def attribute_of(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def attribute_of(read: Callable[[], Any], holder: Any, name: str) -> Any:
         try:
-            return read_attribute(self, tx, args, kwargs)
+            return read()
         except ObservedAttributeError:
-            noted.miss(args[0], args[1], is_attribute=True)
+            noted.miss(holder, name, is_attribute=True)
             raise
 
     def item_of(self: Any, tx: Any, key: Any) -> Any:
         try:
             return item(self, tx, key)
         except ObservedKeyError:
-            noted.miss(self, key, is_attribute=False)
+            if key.is_python_constant():
+                noted.miss(self, key.as_python_constant(), is_attribute=False)
             raise
 
-    def called_builtin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is getattr:
-            return attribute_of(self, tx, args, kwargs)
-        if self.fn in _COMPARISONS.values():
-            noted.identify(self.fn, args)
-        return call_builtin(self, tx, args, kwargs)
+    def compared(call: Any) -> Any:
+        def called_builtin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if self.fn in _COMPARISONS.values():
+                noted.identify(self.fn, args)
+            return call(self, tx, args, kwargs)
+
+        return called_builtin
 
     def asked_whether(operation: str) -> Any:
         handler = symbolic_convert.compare_op_handlers[operation]
@@ -144,23 +143,20 @@ def readings() -> Iterator[Readings]:
 
         return handled
 
-    def strided(method: Any) -> Any:
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            noted.strides = True
-            return method(*args, **kwargs)
-
-        return asked
+    def called_of_tensor(self: Any, tx: Any, name: str, *args: Any) -> Any:
+        noted.strides = noted.strides or name in ("stride", "is_contiguous")
+        return method(self, tx, name, *args)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(VariableBuilder, "__call__", built))
         stack.enter_context(mock.patch.object(TorchInGraphFunctionVariable, "call_function", called))
-        if reader is not None:
-            stack.enter_context(mock.patch.object(reader, "_call_getattr", attribute_of))
+        stack.enter_context(attribute_reads(attribute_of))
         name = "getitem_const_raise_exception_if_absent"
         stack.enter_context(mock.patch.object(ConstDictVariable, name, item_of))
-        stack.enter_context(mock.patch.object(builtin.BuiltinVariable, "call_function", called_builtin))
+        stack.enter_context(
+            mock.patch.object(BuiltinVariable, "call_function", compared(BuiltinVariable.call_function))
+        )
         handlers = {operation: asked_whether(operation) for operation in _COMPARISONS}
         stack.enter_context(mock.patch.dict(symbolic_convert.compare_op_handlers, handlers))
-        for name in ("method_stride", "method_is_contiguous"):
-            stack.enter_context(mock.patch.object(TensorVariable, name, strided(getattr(TensorVariable, name))))
+        stack.enter_context(mock.patch.object(TensorVariable, "call_method", called_of_tensor))
         yield noted

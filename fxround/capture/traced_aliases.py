@@ -8,12 +8,15 @@ Dynamo would read them again from the arguments of the trace.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
+
+from fxround.capture.attribute_reads import tensor_attribute_reads
 
 
 @contextlib.contextmanager
@@ -38,25 +41,12 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
 
 def computed_views() -> contextlib.AbstractContextManager[Any]:
     """Let Dynamo compute attributes of tensors that are views in its graph, also where they are results."""
-    from torch._dynamo.variables import TensorVariable, builtin
+    from torch._dynamo.variables import TensorVariable
 
-    def computed(result: Any) -> Any:
+    def computed(read: Callable[[], Any], holder: Any, name: str) -> Any:
+        result = read()
         if type(result) is TensorVariable and result.proxy.node.op != "placeholder":
             result.source = None
         return result
 
-    if hasattr(TensorVariable, "var_getattr"):  # until torch 2.13
-        read = TensorVariable.var_getattr
-
-        def var_getattr(self: Any, tx: Any, name: str) -> Any:
-            return computed(read(self, tx, name))
-
-        return mock.patch.object(TensorVariable, "var_getattr", var_getattr)
-    reader = builtin.GetAttrBuiltinVariable
-    call = reader._call_getattr
-
-    def _call_getattr(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        result = call(self, tx, args, kwargs)
-        return computed(result) if isinstance(args[0], TensorVariable) else result
-
-    return mock.patch.object(reader, "_call_getattr", _call_getattr)
+    return tensor_attribute_reads(computed)
