@@ -59,7 +59,9 @@ class Readings:
             self.absent.append((holder.source, name, is_attribute))
 
     def identify(self, comparison: Callable[..., Any], operands: Any) -> None:
-        """Note that values from outside of the trace were compared by one of ``_COMPARISONS``."""
+        """Note that values from outside of the trace were compared by one of ``_COMPARISONS``, none of them to None."""
+        if any(operand.is_python_constant() and operand.as_python_constant() is None for operand in operands):
+            return
         sources = [operand.source for operand in operands if operand.source is not None]
         (self.identities if comparison in (operator.is_, operator.is_not) else self.equalities).extend(sources)
 
@@ -143,9 +145,9 @@ def readings() -> Iterator[Readings]:
 
         return handled
 
-    def called_of_tensor(self: Any, tx: Any, name: str, *args: Any) -> Any:
+    def called_of_tensor(self: Any, tx: Any, name: str, *args: Any, **options: Any) -> Any:
         noted.strides = noted.strides or name in ("stride", "is_contiguous")
-        return method(self, tx, name, *args)
+        return method(self, tx, name, *args, **options)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(VariableBuilder, "__call__", built))

@@ -3,8 +3,9 @@
 A ``ModelCall`` holds the arguments of one forward pass and the target that came with them. A tensor is one argument, a
 tuple holds positional arguments, a mapping keyword arguments, a tuple and a mapping both; ``batch_size`` splits them
 along dimension 0. Any other iterable (a DataLoader) yields one of these per batch and is read once. The signature of
-the model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError. A batch
-of two parts, a tuple or a mapping and a tensor, is all arguments and their target.
+the model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError. A tuple
+or a mapping and a tensor are all arguments and their target if the model does not take both, and a tuple, a dict and a
+tensor always are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -114,12 +116,18 @@ def _of_batch(model: nn.Module, batch: Any) -> ModelCall:
     if not isinstance(batch, list | tuple):
         raise TypeError(f"a batch is {type_of(batch)}; expected a tensor, a mapping, or a tuple of tensors")
     parts = tuple(batch)
-    if len(parts) == 2 and isinstance(parts[0], tuple | Mapping) and isinstance(parts[1], Tensor):
-        whole = _whole(parts[0])
-        assert whole is not None
-        return replace(whole, target=parts[1])
+    if tuple(map(type, parts[:-1])) in ((tuple, dict), (list, dict)) and isinstance(parts[-1], Tensor):
+        return ModelCall(tuple(parts[0]), parts[1], target=parts[-1])
     if _takes(model, parts):
         return ModelCall(parts)
+    grouped = _grouped(parts)
+    if grouped is not None and _takes(model, grouped.args, grouped.kwargs):
+        if len(grouped.args) == 1:
+            raise TypeError(
+                f"a batch of a {type(parts[0]).__name__} of one tensor and a target may mean that tensor or the "
+                f"{type(parts[0]).__name__} as the argument: yield ((argument,), {{}}, target)"
+            )
+        return grouped
     if len(parts) > 1 and _takes(model, parts[:-1]):
         return ModelCall(parts[:-1], target=parts[-1])
     raise TypeError(
@@ -128,9 +136,18 @@ def _of_batch(model: nn.Module, batch: Any) -> ModelCall:
     )
 
 
-def _takes(model: nn.Module, args: tuple[Any, ...]) -> bool:
+def _grouped(parts: tuple[Any, ...]) -> ModelCall | None:
+    """Return the call of a batch of two parts, all arguments and their target; None for any other batch."""
+    if len(parts) != 2 or not isinstance(parts[0], list | tuple | Mapping) or not isinstance(parts[1], Tensor):
+        return None
+    whole = _whole(parts[0] if isinstance(parts[0], Mapping) else tuple(parts[0]))
+    assert whole is not None
+    return replace(whole, target=parts[1])
+
+
+def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
     try:
-        signature_of(model.forward).bind(*args)
+        signature_of(model.forward).bind(*args, **kwargs)
     except TypeError:
         return False
     return True

@@ -67,7 +67,8 @@ def compare(
         model: any ``torch.nn.Module`` that ``fxround.compile`` takes, in eval mode. It is not changed.
         data: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or an iterable
             of batches such as a DataLoader. A batch is one of these, or arguments and then a target: ``(x, target)`` if
-            the model takes one argument less, or ``((x, y), target)`` or ``({"x": x}, target)`` for any model.
+            the model takes one argument less, ``((x, y), target)`` or ``({"x": x}, target)`` if it does not take both
+            parts, and ``((x,), {"y": y}, target)`` for any model.
         policies: several policies, each as for ``fxround.compile``, or a dict from names to policies.
         metric: one or several of: a name of ``fxround.significance.metrics.METRICS`` (``"accuracy"``, ``"perplexity"``,
             ``"kl"``, ...), a ``Metric``, or a function of (result, target) that returns a number for a batch, of which

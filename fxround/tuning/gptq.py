@@ -58,10 +58,10 @@ class GPTQ:
             for product in products:
                 x = product.finite_inputs().double()
                 hessian += x.transpose(1, 2) @ x
-            value = weight.value.clone()
+            value = weight.value.flatten().clone()
             for rows, h in zip(index, hessian, strict=True):
-                value.view(-1)[rows] = self.rounded(weight.value.reshape(-1)[rows], h, weight.grid.at(rows))
-            task.write(name, value)
+                value[rows] = self.rounded(weight.value.flatten()[rows], h, weight.grid.at(rows))
+            task.write(name, value.view(weight.value.shape))
             yield
 
     def rounded(self, weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:

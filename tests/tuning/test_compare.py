@@ -120,11 +120,39 @@ class Two(nn.Module):
         return x * 3 if y is None else x * y
 
 
+class Three(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return x * y - z
+
+
+class Stateful(nn.Module):
+    """A model whose first argument is a pair of tensors."""
+
+    def forward(self, state: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+        return state[0] * x + state[1]
+
+
 def test_arguments_may_be_apart_from_their_target() -> None:
     x, y, target = torch.randn(6, 5), torch.randn(6, 5), torch.arange(6) % 5
-    for batch, result in ((((x, y), target), x * y), (((x,), target), x * 3), (({"x": x, "y": y}, target), x * y)):
-        seen = fxround.compare(Two().eval(), [batch], ["binary32"], "accuracy").unrounded[0].values
+    for model, batch, result in (
+        (Two(), ((x, y), {}, target), x * y),
+        (Two(), ([x], {}, target), x * 3),
+        (Two(), ((), {"x": x, "y": y}, target), x * y),
+        (Stateful(), (((x, y), y), {}, target), x * y + y),
+        (Stateful(), ((x, y), y, target), x * y + y),
+        (Three(), ((x, y, x), target), x * y - x),
+        (nn.Identity(), ({"input": x}, target), x),
+    ):
+        seen = fxround.compare(model.eval(), [batch], ["binary32"], "accuracy").unrounded[0].values
         assert seen == (int((result.argmax(1) == target).sum()) / 6,)
+
+
+def test_a_pair_that_a_model_takes_is_its_argument() -> None:
+    x, y, z = torch.randn(6, 5), torch.randn(6, 5), torch.randn(6, 5)
+    report = fxround.compare(Stateful().eval(), [((x, y), z), ([x, y], z)], ["binary32"], "sqnr")
+    assert report.policies[0].metrics[0].values
+    with pytest.raises(TypeError, match="of one tensor and a target may mean"):
+        fxround.compare(mlp(), [((x,), z)], ["binary32"])
 
 
 def values(report: fxround.ComparisonReport) -> dict[str, Any]:

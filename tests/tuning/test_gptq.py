@@ -79,6 +79,15 @@ def test_a_convolution_is_the_reference_on_its_patches(groups: int) -> None:
         assert torch.equal(small.weight.reshape(6, -1)[rows], reference(w[rows], patches, own, 0.01, False))
 
 
+def test_a_weight_of_another_layout_has_the_same_values() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(4, 6, 3), torch.randn(8, 4, 9, 7)
+    small = fxround.quantize_weights(layer, only_weights("int3:channel"), x, "gptq")
+    layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    other = fxround.quantize_weights(layer, only_weights("int3:channel"), x, "gptq")
+    assert torch.equal(small.weight, other.weight)
+
+
 def test_a_later_layer_sees_the_rounded_earlier_ones() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), torch.randn(64, 16)
