@@ -128,7 +128,7 @@ def attribute(
     layers = {place.node: place.name for place in places(lowered, "layers").values()} if check else {}
     random, signs = subject.draws, torch.Generator().manual_seed(seed)
     # What a format does is one error: the signs leave its square as uncertain as they can.
-    probes = max(probes, MOST_PROBES) if tried else probes
+    passes = max(probes, MOST_PROBES) if tried else probes
     run, states = subject.linearized(signs if random else None, layers, tried)
     result = _Result.of(states, spec, output)
     if elements and result.count > MOST_ELEMENTS:
@@ -138,7 +138,7 @@ def attribute(
         )
     told: dict[str, Any] = {}
     if random:
-        spread = _Spread.of(run, result, result.count if elements else probes, signs)
+        spread = _Spread.of(run, result, result.count if elements else passes, signs)
         if check:
             samples = _Samples.of(subject, output, layers, check)
             layer_results = {node: _Result.of_layer(run.seen[node]) for node in layers}
@@ -154,7 +154,7 @@ def attribute(
         values, _ = subject.evaluated(exact=True)
         exact = _Result.of([State.constant(value) for value in values], spec, output)
         told |= {"measured": rms(result.bits - exact.bits), "remaining": rms(result.bits - result.moved - exact.bits)}
-        rows, deviation = _signed(run, result, probes, signs), rms(result.moved)
+        rows, deviation = _signed(run, result, passes, signs), rms(result.moved)
         told["error"] = result.moved.reshape(result.shape)
     if (missed := rms(result.missed)) > DOUBT * deviation:
         place = Site("", "", "output", "", "", "", "the function of the result")

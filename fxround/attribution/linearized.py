@@ -48,7 +48,7 @@ from fxround.graph.dtypes import FORMAT_OF, result_storage
 from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
 from fxround.kernels import from_text
 from fxround.kernels.maps import steps_kernel
-from fxround.kernels.perturbed import Perturbed, perturbed_statement, perturbed_store
+from fxround.kernels.perturbed import Perturbed, passes_exactly, perturbed_statement, perturbed_store
 from fxround.kernels.program import Statement
 from fxround.kernels.shapes import Exact
 from fxround.numerics.modes import Rounding
@@ -59,8 +59,6 @@ from fxround.runtime.run import run_kernel
 
 # Operators whose results are sums of products of operands: a perturbation of one operand alone passes exactly.
 _MULTILINEAR: Final = (ContractionCall, Sum, Cumsum)
-_LINEAR: Final = frozenset(("identity", "neg", "add", "sub"))
-_BILINEAR: Final = frozenset(("mul", "fma"))
 _NAMES: Final = """
     view _unsafe_view reshape alias permute transpose.int t expand squeeze squeeze.dim squeeze.dims unsqueeze
     slice.Tensor select.int clone cat stack split.Tensor split_with_sizes unbind.int diagonal unfold flip roll repeat
@@ -617,8 +615,7 @@ class Linearized:
             rounding = statement.rounding
             return [] if rounding is None else [rounding_loss(rounding, value, exact.broadcast_to(value.shape))]
 
-        alone = len(set(names)) == len(names) and sum(states[name].moves for name in names) <= 1
-        linear = statement.operator in _LINEAR or (statement.operator in _BILINEAR and alone)
+        linear = passes_exactly(statement, sum(states[name].moves for name in names))
         return self._operation(node, function, states, names, value, lost, linear, statement.rounding)
 
     def _moved(self, node: fx.Node, function: Function, bits: Any) -> State:

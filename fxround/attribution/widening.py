@@ -33,6 +33,7 @@ class Widening(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         leaves = pytree.tree_leaves((args, named))
         in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__get__", "__set__")
+        in_place = in_place or named.get("out") is not None
         if in_place or not any(isinstance(leaf, Tensor) and leaf.dtype == self.dtype for leaf in leaves):
             return func(*args, **named)
         if name in _CASTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,13 +18,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxround.graph.dialect import CALLS
 from fxround.graph.dialect.loops import is_loop
 
-if TYPE_CHECKING:
-    pass
-
-
 _SETTLED: Final = "fxround_settled"
 # The attribute of a fake mode that keeps what it has computed.
 _KNOWN: Final = "fxround_known"
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """Return a number that tensors of the same memory share, empty ones too."""
+    return int(x.untyped_storage()._cdata)
 
 
 def drop_aliases(graph: fx.GraphModule, but: str | None = None) -> None:

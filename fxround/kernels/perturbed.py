@@ -99,7 +99,7 @@ def perturbed_statement(
     sign = param("sign", "u32") if drawn and lost is not None else None
     moved = _moved(first, lost, sign)
     missed = None
-    if first is not None and moved is not None and not _is_linear(statement, by):
+    if first is not None and moved is not None and not passes_exactly(statement, sum(one is not None for one in by)):
         missed = _missed(statement, operands, by, value, first, moved)
     kernel = Map(
         Function("map", (*elements, *passed.values(), *words, *(() if sign is None else (sign,))), ()),
@@ -151,10 +151,10 @@ def _with_results(kernel: Map, stored: Expr, result: Storage, value: Expr | None
     return Perturbed(made, *at)
 
 
-def _is_linear(statement: Statement, by: Sequence[Expr | None]) -> bool:
-    """Whether a perturbation passes a statement exactly."""
+def passes_exactly(statement: Statement, moving: int) -> bool:
+    """Whether a perturbation passes a statement exactly. moving: how many of its operands are perturbed."""
     names = [o for o in statement.operands if isinstance(o, str)]
-    alone = len(set(names)) == len(names) and sum(one is not None for one in by) <= 1
+    alone = len(set(names)) == len(names) and moving <= 1
     return statement.operator in _LINEAR or (statement.operator in _BILINEAR and alone)
 
 

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.errors import FxroundError
+from fxround.graph.values import memory_of
 from fxround.policy import Policy
 from fxround.runtime.random_state import seed_of
 
@@ -70,16 +71,12 @@ def functional_of(func: Any) -> Any:
 
 def storages_of(model: nn.Module) -> frozenset[int]:
     """Return what identifies the memory of the model's parameters and buffers."""
-    return frozenset(_storage(tensor) for group in (model.parameters(), model.buffers()) for tensor in group)
+    return frozenset(memory_of(tensor) for group in (model.parameters(), model.buffers()) for tensor in group)
 
 
 def uses(values: Any, storages: Iterable[int]) -> bool:
     """Whether a tensor among the values is in this memory."""
-    return any(_storage(x) in storages for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return any(memory_of(x) in storages for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
 
 
 def _function(func: Any, kinds: dict[str, Any]) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxround.graph.values import memory_of
+
 _FRESH: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
@@ -37,7 +39,7 @@ class Watched(TorchDispatchMode):
         # The tensors themselves are kept, so that no other one takes the id of one that is gone.
         held = (*function.parameters(), *function.buffers()) if isinstance(function, nn.Module) else ()
         self._seen: dict[int, tuple[Tensor, int]] = {id(x): (x, -1) for x in (*arguments, *held)}
-        self._own = {_memory(x) for x in arguments}
+        self._own = {memory_of(x) for x in arguments}
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -55,20 +57,20 @@ class Watched(TorchDispatchMode):
         if func in _FRESH:
             tensors = []
         for x in _written(func, args, kwargs):
-            if _memory(x) not in self._own:
+            if memory_of(x) not in self._own:
                 raise ValueError(
                     f"the step changes {self._said(x)} in place, which a loop cannot do: make it part of the state and "
                     "return its next value (a batch norm: call eval() on it)"
                 )
         places = tuple(self._place(x) for x in tensors)
         self._operations.append((func, places, _numbers(func, args)))
-        given = {_memory(x) for x in tensors} - self._own
+        given = {memory_of(x) for x in tensors} - self._own
         result = func(*args, **kwargs)
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor):
                 self._seen.setdefault(id(x), (x, -1))
-                if _memory(x) not in given:
-                    self._own.add(_memory(x))
+                if memory_of(x) not in given:
+                    self._own.add(memory_of(x))
         return result
 
     def _place(self, x: Tensor) -> int:
@@ -88,10 +90,6 @@ class Watched(TorchDispatchMode):
     def _said(self, x: Tensor) -> str:
         name = _name_of(self._function, x)
         return f"{name}, a tensor from outside," if name else f"a tensor from outside of shape {tuple(x.shape)}"
-
-
-def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -96,8 +96,8 @@ def _powers(sample: Any, reference: Any, call: ModelCall) -> Sums:
     return float(r.square().sum()), float((x - r).square().sum())
 
 
-def _sqnr(sums: Sums) -> float:
-    signal, noise = sums
+def decibels(signal: float, noise: float) -> float:
+    """Return ten times the decimal logarithm of a ratio of sums of squares: infinity without noise, NaN for NaNs."""
     if math.isnan(signal) or math.isnan(noise):
         return math.nan
     if noise == 0.0:
@@ -235,7 +235,7 @@ def _perplexity(sums: Sums) -> float:
 
 
 _ROWS: Final = (
-    Metric("sqnr", "signal over perturbation", "dB", "higher", _powers, _sqnr),
+    Metric("sqnr", "signal over perturbation", "dB", "higher", _powers, lambda sums: decibels(*sums)),
     Metric("relative_error", "norm of the perturbation over the norm", "", "lower", _powers, _relative),
     Metric("max_ulp", "greatest distance", "ulp", "lower", _ulps, _first, "greatest"),
     Metric("label_flips", "labels that change", "share", "lower", _flips, _share, rows=_changed, share=True),

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fxround.errors import shown
 from fxround.significance.inputs import positive
 from fxround.tuning.choices import generator, place_of, require_positive, whole
 from fxround.tuning.products import Product, require_matrices
@@ -53,9 +54,11 @@ class AdaRound:
     def __post_init__(self) -> None:
         positive("steps", self.steps)
         positive("rows", self.rows)
+        if not isinstance(self.beta, tuple | list) or len(self.beta) != 2:
+            raise ValueError(f"beta is {shown(self.beta)}; expected two exponents, such as (20.0, 2.0)")
         require_positive(rate=self.rate, regular=self.regular, first_beta=self.beta[0], last_beta=self.beta[1])
-        if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup is {self.warmup}; expected a part of the steps, from 0 to below 1")
+        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int | float) or not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup is {shown(self.warmup)}; expected a part of the steps, from 0 to below 1")
 
     def count(self, task: Task) -> int:
         """Return the number of weights."""

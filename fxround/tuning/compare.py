@@ -299,7 +299,7 @@ def _policies(given: Any) -> dict[str, Policy]:
 
 def _several(asked: Any) -> list[Any]:
     """Return what was asked for as a list. Raises ValueError for nothing."""
-    several = [asked] if isinstance(asked, str | Metric) or callable(asked) or asked is None else list(asked)
+    several = list(asked) if isinstance(asked, list | tuple) else [asked]
     if not several or any(one is None for one in several):
         raise ValueError("metric has nothing; expected a name such as 'accuracy', or a function of (result, target)")
     return several

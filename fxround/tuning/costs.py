@@ -19,13 +19,13 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import PORT, Port, float_value, site
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
-from fxround.numerics.formats.fixed_point import integers
-from fxround.numerics.formats.scaled import SCALED, ScaledFormat, ScaledRounding
+from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding, short_name
 from fxround.passes.analyses.known import Known, Origins, known
 from fxround.passes.analyses.leaks import operand_source, unrounded
 from fxround.passes.rewrite import ROUND, source_of
 from fxround.passes.round_inputs import operands_of
 from fxround.passes.scaled_results import LEFT
+from fxround.tuning.weights import parameters_read
 from fxround.views.graph_views import example_shape, located_nodes, operations
 
 
@@ -59,9 +59,10 @@ class _Stored:
 def costs_of(graph: fx.GraphModule) -> Costs:
     """Return the costs of a lowered graph."""
     origins, outer = known(graph), _entries_of_loops(graph)
+    entering = {node: port.name for node, port in parameters_read(graph) if float_value(node) is not None}
     weights: dict[str, list[_Stored]] = {}
     sizes: dict[str, int] = {}
-    for node, name in _parameters(graph).items():
+    for node, name in entering.items():
         sizes[name] = _count(node)
         weights[name] = []
     activations: list[tuple[int, _Stored]] = []
@@ -78,36 +79,12 @@ def costs_of(graph: fx.GraphModule) -> Costs:
             else:
                 weights[parameter].append(stored[-1])
         counted[" x ".join(dict.fromkeys(each.name for each in stored))] += times * operations(node, place) // 2
-    for node, name in _parameters(graph).items():
+    for node, name in entering.items():
         if not weights[name]:
             rounds = [user for user in node.users if _is_entry(user)]
             weights[name] = [_stored(read_as, origins) for read_as in rounds or [node]]
     means = [(sizes[name], _widest(each)) for name, each in weights.items()]
     return Costs(_mean(means), _mean(activations), dict(counted))
-
-
-def short_name(rounding: ScaledRounding) -> str:
-    """Return the shortest text that names a rounding's scaled format, such as ``nvfp4`` or ``int4:channel``."""
-    form = rounding.format
-    element, scaling = form.element, form.scaling
-    names = [name for name, known_form in SCALED.items() if known_form == form]
-    bits = element.precision + (scaling is None or scaling.how != "affine")
-    if not names and scaling is not None and 2 <= bits <= 16 and element == integers(element.precision + 1):
-        word = f"{'u' * (scaling.how == 'affine')}int{bits}"
-        block = scaling.block if isinstance(scaling.block, str) else "x".join(map(str, scaling.block))
-        names = [text for text in (word, f"{word}:{block}") if ScaledFormat.parse(text) == form]
-        names = names or [str(form).replace(str(element), word)]
-    return names[0] if names else str(form)
-
-
-def _parameters(graph: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return the floating-point parameters that enter a graph and are used, with their names."""
-    entering: dict[fx.Node, str] = {}
-    for node in graph.graph.find_nodes(op="placeholder"):
-        port: Port | None = node.meta.get(PORT)
-        if port is not None and port.kind == "parameter" and node.users and float_value(node) is not None:
-            entering[node] = port.name
-    return entering
 
 
 def _entries_of_loops(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -148,7 +125,7 @@ def _stored(node: fx.Node, origins: Mapping[fx.Node, Origins]) -> _Stored:
         if rounding is None:
             rest.append(own)
         else:
-            kinds.append(_Stored(short_name(rounding), _scaled_bits(origin, rounding)))
+            kinds.append(_Stored(short_name(rounding.format), _scaled_bits(origin, rounding)))
     formats = frozenset(fmt for own in rest for fmt in own.formats)
     if not kinds and not formats:
         value = float_value(node)

@@ -95,9 +95,9 @@ class DiscQuant:
         sums = [torch.zeros_like(place.x) for place in places]
         for call in batches:
             values = {place.weight.name: place.value() for place in places}
-            logits = _logits(torch.func.functional_call(task.model, values, call.args, call.kwargs))
+            logits = _logits(task.result(task.model, call, values))
             with torch.no_grad():
-                wanted = _logits(task.original(*call.args, **call.kwargs))
+                wanted = _logits(task.result(task.original, call))
             loss = divergence(wanted, logits)
             if not loss.isfinite():
                 raise ValueError("the logits have NaNs or infinities, of which nothing can be learned; check the data")

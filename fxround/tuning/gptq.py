@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxround.errors import shown
 from fxround.significance.inputs import positive
+from fxround.tuning.choices import require_positive
 from fxround.tuning.grid import Grid
 from fxround.tuning.products import require_matrices
 from fxround.tuning.task import Task
@@ -40,8 +41,7 @@ class GPTQ:
 
     def __post_init__(self) -> None:
         positive("block", self.block)
-        if isinstance(self.damp, bool) or not isinstance(self.damp, int | float) or not 0 < self.damp < float("inf"):
-            raise ValueError(f"damp is {shown(self.damp)}; expected a positive number, as 0.01")
+        require_positive(damp=self.damp)
         if not isinstance(self.act_order, bool):
             raise TypeError(f"act_order is {shown(self.act_order)}; expected True or False")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from fxround.compiler.signature import require_module
 from fxround.errors import shown
 from fxround.module import compile
-from fxround.numerics.formats.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding, short_name
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.significance.inputs import ModelCall, calls
+from fxround.significance.metrics import decibels
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.study import interruptible
 from fxround.spelling import nearest as near
 from fxround.tuning.adaround import AdaRound
-from fxround.tuning.costs import short_name
 from fxround.tuning.discquant import DiscQuant
 from fxround.tuning.gptq import GPTQ
-from fxround.tuning.report import QuantizationReport, WeightRounding, decibels
+from fxround.tuning.report import QuantizationReport, WeightRounding
 from fxround.tuning.task import Method, Nearest, Task
 from fxround.tuning.weights import Weight, weights_of
 
@@ -102,8 +102,9 @@ def quantize_weights(
     if hasattr(model, REPORT):
         raise ValueError(f"the model has an attribute {REPORT!r}, which is the name of the report; rename or delete it")
     parsed = Policy.parse(policy)
-    with torch.random.fork_rng():
-        batches = list(calls(model, data, batch_size))
+    # Methods differentiate, also where the caller does not.
+    with torch.random.fork_rng(), torch.inference_mode(False):
+        batches = [_differentiable(call) for call in calls(model, data, batch_size)]
         _require_numbers(batches)
         result, original = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
         with torch.no_grad():
@@ -117,6 +118,14 @@ def quantize_weights(
         own.training = other.training
     setattr(result, REPORT, report)
     return result
+
+
+def _differentiable(call: ModelCall) -> ModelCall:
+    """Return a call with copies of the tensors that were made under ``torch.inference_mode``."""
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda x: x.clone() if x.is_inference() else x, (call.args, call.kwargs)
+    )
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _method(name: str, options: Mapping[str, Any]) -> Method:
@@ -214,7 +223,7 @@ def _squares(x: Tensor) -> float:
 def _format(weight: Weight) -> str:
     """Return the text of a weight's format."""
     rounding = weight.grid.rounding
-    return short_name(rounding) if isinstance(rounding, ScaledRounding) else rounding.format.said
+    return short_name(rounding.format) if isinstance(rounding, ScaledRounding) else rounding.format.said
 
 
 __all__ = ["METHODS", "quantize_weights"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fxround.significance.figures import plain
 from fxround.views.table import Table, Tabled
 
 
@@ -63,9 +63,9 @@ class QuantizationReport(Tabled):
         return {row.weight: row for row in self.weights}[weight]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain values; None for an infinite ratio."""
-        rows = [{key: _plain(value) for key, value in asdict(row).items()} for row in self.weights]
-        return {**asdict(self), "weights": rows}
+        """Return all fields as plain values; "inf" for an infinite ratio."""
+        values: dict[str, Any] = plain(asdict(self))
+        return values
 
     def table(self) -> Table:
         """Return a row for each weight."""
@@ -86,15 +86,4 @@ class QuantizationReport(Tabled):
         return Table(columns, rows, title, note)
 
 
-def decibels(signal: float, error: float) -> float:
-    """Return ten times the logarithm of a ratio of sums of squares; infinity without an error."""
-    if error == 0:
-        return math.inf
-    return 10 * math.log10(signal / error) if signal else -math.inf
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-__all__ = ["QuantizationReport", "WeightRounding", "decibels"]
+__all__ = ["QuantizationReport", "WeightRounding"]

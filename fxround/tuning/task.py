@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,11 @@ class Task:
         """Set a weight of the result."""
         with torch.no_grad():
             self.model.get_parameter(name).copy_(value)
+
+    def result(self, model: nn.Module, call: ModelCall, parameters: Mapping[str, Tensor] = MappingProxyType({})) -> Any:
+        """Return the result of one of the copies, with these parameters in place of its own. No buffer changes."""
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return torch.func.functional_call(model, {**buffers, **parameters}, call.args, call.kwargs)
 
     def stream(self, model: nn.Module, names: Collection[str] | None = None) -> Stream:
         """Return the runs of all data through one of the copies."""

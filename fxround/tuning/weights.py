@@ -17,6 +17,7 @@ from fxround.compiler.executable import Entry
 from fxround.graph.dialect import CALLS, Pointwise, graphs_of
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import PORT, Port, Site, site
+from fxround.graph.values import memory_of
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import Rounding
@@ -205,7 +206,7 @@ def parameters_read(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, Port]]:
 def _refuse_shared(model: nn.Module, entry: Entry, collected: Mapping[str, list[_Read]]) -> None:
     """Raise ValueError for a rounded weight that several modules read, or whose memory two names share."""
     readers: dict[int, dict[str, str]] = {}
-    memory = {name: _memory(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    memory = {name: memory_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for node, port in parameters_read(entry.lowered):
         own = readers.setdefault(memory[port.name], {})
         own |= dict.fromkeys(_paths_of_readers(node), port.name)
@@ -217,10 +218,6 @@ def _refuse_shared(model: nn.Module, entry: Entry, collected: Mapping[str, list[
                 f"the weight {name} is shared: {readers_of} read it, and what is best for one of them is not for the "
                 "others. Keep it, by Rule(path, role='weight', operands='identity'), or give each its own weight"
             )
-
-
-def _memory(parameter: Tensor) -> int:
-    return parameter.untyped_storage().data_ptr()
 
 
 def _paths_of_readers(node: fx.Node) -> set[str]:
@@ -239,9 +236,9 @@ def _paths_of_readers(node: fx.Node) -> set[str]:
 def _refuse_unreached(model: nn.Module, entry: Entry, policy: Policy) -> None:
     """Raise ValueError for a weight that the policy names and no operation of the call reads."""
     read = {port.name for _, port in parameters_read(entry.lowered)}
-    memory = {_memory(p) for name, p in model.named_parameters(remove_duplicate=False) if name in read}
+    memory = {memory_of(p) for name, p in model.named_parameters(remove_duplicate=False) if name in read}
     for name, parameter in model.named_parameters():
-        if name in read or _memory(parameter) in memory or parameter.dim() < 2:
+        if name in read or memory_of(parameter) in memory or parameter.dim() < 2:
             continue
         path = name.rpartition(".")[0]
         if any(_is_named(policy, path, operator) for operator in _PRODUCTS):

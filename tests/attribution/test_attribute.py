@@ -272,6 +272,16 @@ def test_a_loss_with_targets_of_its_own_dtype(loss: Any) -> None:
     assert sampled.ratio == pytest.approx(1, abs=SAMPLED)
 
 
+def test_a_function_that_writes_into_a_tensor_of_its_own() -> None:
+    def output(y: Tensor) -> Tensor:
+        made = torch.zeros(9, 6)
+        torch.mul(y.float(), 2, out=made)
+        return made
+
+    with pytest.raises(RuntimeError, match="out="):
+        fxround.attribute(mlp()[:4].eval(), torch.randn(9, 24), "stochastic", output=output)
+
+
 def test_the_gradient_of_an_index_behind_a_whole_dimension() -> None:
     class Picking(nn.Module):
         def __init__(self) -> None:

@@ -87,3 +87,17 @@ def test_wrong_options() -> None:
             fxround.quantize_weights(layer, INT3, x, "adaround", **option)
     with pytest.raises(ValueError, match="read more than once"):
         fxround.quantize_weights(nn.LSTM(4, 4), INT3, torch.randn(2, 3, 4), "adaround", steps=1)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"warmup": "a"}, "warmup is 'a'"),
+        ({"beta": (20.0,)}, r"beta is \(20.0,\); expected two exponents"),
+        ({"beta": 3.0}, "expected two exponents"),
+        ({"beta": (1, 2, 3)}, "expected two exponents"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_named(options: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fxround.quantize_weights(nn.Linear(8, 4), "int4:channel", torch.randn(4, 8), "adaround", **options)

@@ -20,10 +20,10 @@ import fxround
 from fxround import Policy, PolicyError, Rule, demo
 from fxround.compiler.pipeline import Pipeline
 from fxround.module.rounded_module import RoundedModule
-from fxround.numerics.formats.scaled import ScaledRounding
+from fxround.numerics.formats.scaled import ScaledRounding, short_name
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, Metric
-from fxround.tuning.costs import costs_of, short_name
+from fxround.tuning.costs import costs_of
 
 POLICIES = ("bfloat16", "int8:channel", "e4m3fn/stochastic/saturate")
 
@@ -420,5 +420,5 @@ def test_a_loop_counts_each_step(unroll: bool) -> None:
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp8", "int8", "int4:channel", "uint4:8", "int8:4x4", "int8:tensor"])
 def test_a_short_name_is_the_format(text: str) -> None:
     rounding = ScaledRounding.parse(text)
-    name = short_name(rounding)
+    name = short_name(rounding.format)
     assert ScaledRounding.parse(name).format == rounding.format and len(name) <= len(text)

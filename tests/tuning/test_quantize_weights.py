@@ -158,7 +158,7 @@ def test_exact_weights_have_an_infinite_ratio_and_clamped_ones_are_counted() -> 
         model[0].weight.clamp_(-448, 448)
     report = fxround.quantize_weights(model, only_weights("e4m3fn"), torch.randn(3, 4)).quantization
     assert report["0.weight"].weight_sqnr == report["0.weight"].output_sqnr == math.inf
-    assert report.to_dict()["weights"][0]["weight_sqnr"] is None and "Infinity" not in report.to_json()
+    assert report.to_dict()["weights"][0]["weight_sqnr"] == "inf" and "Infinity" not in report.to_json()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -326,3 +326,38 @@ def test_other_dtypes_keep_theirs(method: str, dtype: torch.dtype) -> None:
     small = fxround.quantize_weights(model, only_weights("nvfp4"), x, method, **brief(method))
     w, kept = model[0].weight.detach(), small.get_parameter("0.weight").detach()
     assert kept.dtype == dtype and torch.equal(Grid.of(w, "nvfp4").nearest(kept), kept)
+
+
+class Counting(nn.Module):
+    """A model that counts its calls in a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("method", ["nearest", "gptq", "adaround", "discquant"])
+def test_buffers_of_the_result_are_those_of_the_model(method: str) -> None:
+    torch.manual_seed(0)
+    options = {"adaround": {"steps": 2}, "discquant": {"steps": 3, "accumulate": 2, "warmup": 1}}.get(method, {})
+    model = Counting()
+    small = fxround.quantize_weights(model, "int4:channel", torch.randn(16, 8), method, batch_size=4, **options)
+    assert small.count == 0 and model.count == 0
+
+
+@pytest.mark.parametrize("method", ["nearest", "gptq", "adaround", "discquant"])
+def test_weights_are_the_same_in_inference_mode(method: str) -> None:
+    torch.manual_seed(0)
+    options = {"adaround": {"steps": 2}, "discquant": {"steps": 3, "accumulate": 2, "warmup": 1}}.get(method, {})
+    model, x = nn.Linear(8, 4), torch.randn(16, 8)
+    plain = fxround.quantize_weights(model, "int4:channel", x, method, **options)
+    with torch.inference_mode():
+        other = fxround.quantize_weights(model, "int4:channel", x * 1, method, **options)
+    assert torch.equal(plain.weight, other.weight)

@@ -19,6 +19,7 @@ from fxround.numerics.formats.scaled.format import (
     any_rounding,
     is_scaled,
 )
+from fxround.numerics.formats.scaled.names import short_name
 from fxround.numerics.formats.scaled.rows import SCALED
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "Scaling",
     "any_rounding",
     "is_scaled",
+    "short_name",
 ]
