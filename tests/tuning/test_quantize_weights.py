@@ -63,6 +63,7 @@ def in_groups(w: Tensor, groups: int, text: str, dims: tuple[int, ...]) -> Tenso
     return fxround.round(split, text, dim=[d + 1 for d in dims]).reshape(w.shape)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("text", FORMATS)
 def test_weights_are_those_of_round_in_blocks_along_the_sum(text: str) -> None:
     torch.manual_seed(0)
@@ -180,6 +181,7 @@ def brief(method: str) -> dict[str, Any]:
     return {"adaround": {"steps": 10}, "discquant": {"steps": 6, "accumulate": 1, "warmup": 2}}.get(method, {})
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", ["nvfp4", "uint4:8", "int3:channel", "scaled(nf4;8,binary32,nearest)", "e2m1fn"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_stays_on_the_grid(method: str, text: str) -> None:
