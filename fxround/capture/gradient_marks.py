@@ -35,6 +35,12 @@ class _Mark(torch.autograd.Function):
         return MARKED_GRADIENT(gradients[0], ctx.mark), None
 
 
+def _marked(x: Tensor, mark: int) -> Tensor:
+    # ``_Mark.apply`` itself has no module since torch 2.14, and a graph cannot name it.
+    value: Tensor = _Mark.apply(x, mark)  # type: ignore[no-untyped-call]
+    return value
+
+
 def mark_values(graph: fx.GraphModule) -> None:
     """Mark the floating-point values of Dynamo's graph that may be differentiated and have memory of their own."""
     nodes = list(graph.graph.nodes)
@@ -46,7 +52,7 @@ def mark_values(graph: fx.GraphModule) -> None:
         if not value.is_floating_point() or not value.requires_grad or _shares_memory(node, value):
             continue
         with graph.graph.inserting_after(entries[-1] if node.op == "placeholder" else node):
-            mark = graph.graph.call_function(_Mark.apply, (node, number))
+            mark = graph.graph.call_function(_marked, (node, number))
         mark.meta = dict(node.meta)
         node.replace_all_uses_with(mark, delete_user_cb=lambda user, mark=mark: user is not mark)
     graph.recompile()

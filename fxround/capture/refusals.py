@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
+from fxround.capture.transforms import TANGENTS_REFUSED
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES, FORMAT_OF
 from fxround.graph.source_lines import TORCH, source_line
@@ -240,6 +241,8 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
     text = _OF_LOOPS.sub("", str(error))
     if "backend_input must not be None" in text:
         return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
+    if "wrap a dual tensor input" in text:  # since torch 2.14; earlier versions trace it, and its call is refused
+        return CaptureError(TANGENTS_REFUSED)
     frames = list(getattr(error, "real_stack", None) or ())
     outside = [frame for frame in frames if not frame.filename.startswith(TORCH)]
     line = next((line for line in (source_line(text), source_line(stack)) if any(line)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,11 @@ from torch.autograd import forward_ad
 
 from fxround.errors import FxroundError
 
+TANGENTS_REFUSED: Final = (
+    "forward-mode differentiation (torch.autograd.forward_ad) passes a tangent to a compiled module, whose "
+    "kernels have no rules for that: torch.autograd.functional.jvp computes the same product from gradients, "
+    "or compile a model that calls torch.func.jvp"
+)
 # Takes tangents and returns gradients, in both of which None stands for nothing.
 Backward = Callable[[Sequence[Any]], Sequence[Any]]
 

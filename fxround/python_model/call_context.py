@@ -12,7 +12,7 @@ from torch.utils._device import DeviceContext
 
 from fxround.capture import inside_backward
 from fxround.capture.dynamo import tracer
-from fxround.capture.transforms import differentiates_forward, has_tangent, is_transformed
+from fxround.capture.transforms import TANGENTS_REFUSED, differentiates_forward, has_tangent, is_transformed
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
 
@@ -41,11 +41,7 @@ def refuse_tangents(values: Iterable[Any], reads: Iterable[Any] = ()) -> None:
     if not differentiates_forward():
         return
     if any(map(has_tangent, chain(values, (getattr(read, "tensor", None) for read in reads)))):
-        raise FxroundError(
-            "forward-mode differentiation (torch.autograd.forward_ad) passes a tangent to a compiled module, whose "
-            "kernels have no rules for that: torch.autograd.functional.jvp computes the same product from gradients, "
-            "or compile a model that calls torch.func.jvp"
-        )
+        raise FxroundError(TANGENTS_REFUSED)
 
 
 def check_context(recorded: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 
@@ -51,7 +52,7 @@ def test_a_vectorized_jacobian_has_the_bits_of_one_row_after_another() -> None:
 def test_a_forward_derivative_is_not_dropped(policy: str, where: str) -> None:
     model, x = network().requires_grad_(False), points(5, 4)
     compiled = fxround.compile(model, policy)
-    loaded_as = torch.compile(model, backend="fxround", options={"policy": policy})
+    loaded_as = torch.compile(model, backend="fxround", options={"policy": policy}, fullgraph=True)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         if where == "parameter":
@@ -59,9 +60,11 @@ def test_a_forward_derivative_is_not_dropped(policy: str, where: str) -> None:
             weight = first.weight
             del first.weight
             first.weight = forward_ad.make_dual(weight, weight)
-        for called in (compiled, loaded_as):
-            with pytest.raises(FxroundError, match="forward-mode differentiation"):
-                called(dual)
+        with pytest.raises(FxroundError, match="forward-mode differentiation"):
+            compiled(dual)
+        # Since torch 2.14 Dynamo refuses a tangent before it calls a backend.
+        with pytest.raises((FxroundError, Unsupported), match=r"forward-mode (differentiation|AD tangent)"):
+            loaded_as(dual)
         if where == "argument":
             with fxround.perturb(model, policy), pytest.raises(FxroundError, match="forward-mode differentiation"):
                 model(dual)
