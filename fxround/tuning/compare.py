@@ -7,43 +7,31 @@ figures with any number of threads.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import nn
 
 from fxround.atomic_files import write_file
 from fxround.compiler.signature import require_module
-from fxround.errors import shown, type_of
-from fxround.fingerprint import hash
-from fxround.graph.site import operator_name
+from fxround.errors import shown
 from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.policy import IDENTITY, Policy
 from fxround.runtime.draw import Draw
-from fxround.significance.figures import plain
 from fxround.significance.inputs import ModelCall, calls, positive
-from fxround.significance.metrics import Metric, mean_over_rows, named
+from fxround.significance.metrics import Metric
 from fxround.significance.observed import sample_number
 from fxround.significance.progress import progress as shown_progress
-from fxround.significance.provenance import version_of
 from fxround.significance.recorder import Measured, Recorder
 from fxround.significance.study import interruptible
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.costs import Costs, costs_of
-
-# The leaves of arguments whose text says all of them.
-_PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+from fxround.tuning.studies import described_by, metrics_of, read_file, reading, several
 
 
 def compare(
@@ -99,8 +87,8 @@ def compare(
     require_module(model)
     Draw(seed)
     positive("samples", samples)
-    chosen, asked = _policies(policies), _several(metric)
-    metrics = _metrics(asked)
+    chosen, asked = _policies(policies), several(metric)
+    metrics = metrics_of(asked)
     if model.training:
         raise ValueError("the model is in training mode, where dropout is random: call model.eval() first")
     with torch.random.fork_rng(), torch.no_grad():
@@ -108,7 +96,7 @@ def compare(
         unrounded = compile(model, IDENTITY, seed=seed)
         for call in batches:
             unrounded.prepare(*call.args, **call.kwargs)
-        file = _File(path, {} if path is None else _described(unrounded, batches, asked, samples, seed))
+        file = _File(path, {} if path is None else described_by(unrounded, batches, asked, samples, seed))
         file.read()
         run = _Comparison(unrounded, batches, metrics, samples, seed, chosen, file)
         run.lower()
@@ -127,22 +115,11 @@ class _File:
 
     def read(self) -> None:
         """Read the rows that the file has. Raises ValueError for a file of another comparison, or of anything else."""
-        if self.path is None or not Path(self.path).exists():
+        held = read_file(self.path, self.described, "comparison")
+        if held is None:
             return
-        try:
-            held = json.loads(Path(self.path).read_text(encoding="utf-8"))
-            described = dict(held["described"])
+        with reading(self.path, "comparison"):
             rows = [PolicyResult.from_dict(row) for row in held["policies"]]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{self.path} is no file of a comparison ({error}); pass the path of one, or of a new file"
-            ) from error
-        for key, value in plain(dict(self.described)).items():
-            if described.get(key) != value:
-                raise ValueError(
-                    f"{self.path} has a comparison with another {key}: {shown(described.get(key))}, and this one has "
-                    f"{shown(value)}. Pass another path, or delete the file to run all policies again"
-                )
         self.rows = {row.name: row for row in rows if row.complete}
 
     def write(self, report: ComparisonReport) -> None:
@@ -295,103 +272,6 @@ def _policies(given: Any) -> dict[str, Policy]:
     if not chosen:
         raise ValueError("policies has nothing; expected several, such as ['bfloat16', 'int8']")
     return chosen
-
-
-def _several(asked: Any) -> list[Any]:
-    """Return what was asked for as a list. Raises ValueError for nothing."""
-    several = list(asked) if isinstance(asked, list | tuple) else [asked]
-    if not several or any(one is None for one in several):
-        raise ValueError("metric has nothing; expected a name such as 'accuracy', or a function of (result, target)")
-    return several
-
-
-def _metrics(asked: Sequence[Any]) -> list[Metric]:
-    """Return the metrics. Raises TypeError or ValueError for unknown ones, equal names, and one of pairs of samples."""
-    metrics = [_of_function(one) if callable(one) else named((one,))[0] for one in asked]
-    names = [metric.name for metric in metrics]
-    for metric in metrics:
-        if metric.pairs:
-            raise ValueError(
-                f"metric {metric.name!r} compares pairs of samples, and a policy may run once; choose another"
-            )
-        if names.count(metric.name) > 1:
-            raise ValueError(f"two metrics have the name {shown(metric.name)}; give functions names of their own")
-    # The rows that change in any sample are a matter of variability.
-    return [replace(metric, rows=None) for metric in metrics]
-
-
-def _of_function(function: Callable[[Any, Any], Any]) -> Metric:
-    meaning = "a function of result and target, mean over rows"
-    return mean_over_rows(function, meaning, lambda result, _, call: function(result, call.target), compares=False)
-
-
-def _described(
-    unrounded: RoundedModule, batches: Sequence[ModelCall], metrics: Sequence[Any], samples: int, seed: int
-) -> dict[str, Any]:
-    """Return what figures belong to, beside policies, as plain data.
-
-    Raises TypeError for arguments or targets of which no text says all.
-    """
-    first = batches[0]
-    return {
-        "model": type(unrounded.source).__qualname__,
-        "weights": hash(unrounded.source),
-        "graph": _digest(_lines_of_graph(unrounded._entry(first.args, first.kwargs).captured.graph)),
-        "data": _digest(line for call in batches for line in _lines_of_call(call)),
-        "metrics": [_said_of_metric(metric) for metric in metrics],
-        "samples": samples,
-        "seed": seed,
-        "fxround": version_of("fxround"),
-        "torch": version_of("torch"),
-    }
-
-
-def _digest(lines: Iterable[str]) -> str:
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(f"{line}\n".encode())
-    return f"sha256:{digest.hexdigest()}"
-
-
-def _lines_of_graph(graph: fx.GraphModule) -> Iterator[str]:
-    for node in graph.graph.nodes:
-        yield f"{node.name} {operator_name(node)} {node.args} {dict(node.kwargs)}"
-        held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(held, Tensor):
-            yield hash(held)
-        if isinstance(held, fx.GraphModule):
-            yield from _lines_of_graph(held)
-
-
-def _lines_of_call(call: ModelCall) -> Iterator[str]:
-    leaves, spec = pytree.tree_flatten((call.args, call.kwargs, call.target))
-    yield str(spec)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor | np.ndarray):
-            yield hash(leaf)
-        elif isinstance(leaf, _PLAIN):
-            yield repr(leaf)
-        else:
-            raise TypeError(
-                f"the data hold {type_of(leaf)}, and no text says all of it, so that a file cannot say which data it "
-                "belongs to; leave path= out, or pass tensors, numbers and texts"
-            )
-
-
-def _said_of_metric(metric: Any) -> str:
-    """Return the name of a metric, with its source text if it is the caller's."""
-    if isinstance(metric, str):
-        return metric
-    functions = (metric.measure, metric.finish) if isinstance(metric, Metric) else (metric,)
-    name = metric.name if isinstance(metric, Metric) else getattr(metric, "__qualname__", type(metric).__qualname__)
-    return f"{name} {_digest(map(_source, functions))}"
-
-
-def _source(function: Any) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(function if inspect.isroutine(function) else type(function)))
-    except (OSError, TypeError):  # typed into a prompt, or of a built-in class
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 __all__ = ["compare"]

@@ -12,6 +12,7 @@ from fxround.policy import Policy
 from fxround.significance.figures import plain
 from fxround.significance.recorder import Measured
 from fxround.tuning.costs import Costs
+from fxround.tuning.studies import number_of
 from fxround.views.table import Table, Tabled, data_frame
 
 
@@ -55,7 +56,8 @@ class PolicyResult:
         own = [field.name for field in fields(Measured)]
         metrics = tuple(
             Measured(
-                **{key: metric[key] for key in own if key in metric} | {"values": tuple(map(_number, metric["values"]))}
+                **{key: metric[key] for key in own if key in metric}
+                | {"values": tuple(map(number_of, metric["values"]))}
             )
             for metric in data["metrics"]
         )
@@ -178,11 +180,6 @@ def _cell(metric: Measured) -> str:
 def _metric_dict(metric: Measured) -> dict[str, Any]:
     keys = ("name", "meaning", "unit", "better", "values")
     return {key: getattr(metric, key) for key in keys} | {"mean": metric.mean, "spread": metric.spread}
-
-
-def _number(value: float | str | None) -> float:
-    """Return the number that ``plain`` has written."""
-    return math.nan if value is None else float(value)
 
 
 def _short(count: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +56,41 @@ class _Stored:
     bits: float | None
 
 
+@dataclass(frozen=True)
+class Operand:
+    """What a product reads that is no parameter: the product's place, the number of elements, and how they are stored.
+
+    A product in a loop counts with the steps of the example.
+    """
+
+    path: str
+    operator: str
+    elements: int
+    bits: float | None
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The values that ``Costs`` counts: parameters by name, each with its elements and their bits, and operands."""
+
+    parameters: Mapping[str, tuple[int, float | None]]
+    operands: tuple[Operand, ...]
+    multiply_adds: Mapping[str, int]
+
+
 def costs_of(graph: fx.GraphModule) -> Costs:
     """Return the costs of a lowered graph."""
+    stores = stores_of(graph)
+    operands = [(operand.elements, operand.bits) for operand in stores.operands]
+    return Costs(_mean(list(stores.parameters.values())), _mean(operands), stores.multiply_adds)
+
+
+def stores_of(graph: fx.GraphModule) -> Stores:
+    """Return the values of a lowered graph that have a cost."""
     origins, outer = known(graph), _entries_of_loops(graph)
     entering = {node: port.name for node, port in parameters_read(graph) if float_value(node) is not None}
-    weights: dict[str, list[_Stored]] = {}
-    sizes: dict[str, int] = {}
-    for node, name in entering.items():
-        sizes[name] = _count(node)
-        weights[name] = []
-    activations: list[tuple[int, _Stored]] = []
+    weights: dict[str, list[_Stored]] = {name: [] for name in entering.values()}
+    operands: list[Operand] = []
     counted: Counter[str] = Counter()
     for _, node, place, times in located_nodes(graph):
         if place.kind != "contraction" or place.operator == ROUND:
@@ -75,16 +100,18 @@ def costs_of(graph: fx.GraphModule) -> Costs:
             stored.append(_stored(operand, origins))
             parameter = _parameter(operand, outer)
             if parameter is None:
-                activations.append((times * _count(operand), stored[-1]))
+                operands.append(Operand(place.path, place.operator, times * _count(operand), stored[-1].bits))
             else:
                 weights[parameter].append(stored[-1])
         counted[" x ".join(dict.fromkeys(each.name for each in stored))] += times * operations(node, place) // 2
+    sizes = {name: _count(node) for node, name in entering.items()}
     for node, name in entering.items():
         if not weights[name]:
             rounds = [user for user in node.users if _is_entry(user)]
             weights[name] = [_stored(read_as, origins) for read_as in rounds or [node]]
-    means = [(sizes[name], _widest(each)) for name, each in weights.items()]
-    return Costs(_mean(means), _mean(activations), dict(counted))
+    return Stores(
+        {name: (sizes[name], _widest(each).bits) for name, each in weights.items()}, tuple(operands), dict(counted)
+    )
 
 
 def _entries_of_loops(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
@@ -174,11 +201,10 @@ def _widest(kinds: Iterable[_Stored]) -> _Stored:
     return max(kinds, key=lambda kind: math.inf if kind.bits is None else kind.bits)
 
 
-def _mean(counted: list[tuple[int, _Stored]]) -> float | None:
-    total, bits = sum(count for count, _ in counted), [kind.bits for _, kind in counted]
-    if not total or None in bits:
-        return None
-    return sum(count * kind.bits for count, kind in counted if kind.bits is not None) / total
+def _mean(counted: Sequence[tuple[int, float | None]]) -> float | None:
+    total = sum(count for count, _ in counted)
+    known_bits = [count * bits for count, bits in counted if bits is not None]
+    return sum(known_bits) / total if total and len(known_bits) == len(counted) else None
 
 
 def _count(node: fx.Node) -> int:

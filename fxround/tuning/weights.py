@@ -209,28 +209,26 @@ def _refuse_shared(model: nn.Module, entry: Entry, collected: Mapping[str, list[
     memory = {name: memory_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
     for node, port in parameters_read(entry.lowered):
         own = readers.setdefault(memory[port.name], {})
-        own |= dict.fromkeys(_paths_of_readers(node), port.name)
+        own |= dict.fromkeys((place.path for place in readers_of(node)), port.name)
     for name in collected:
         own = readers[memory[name]]
         if len(own) > 1:
-            readers_of = ", ".join(path or "the root module" for path in sorted(own))
+            reading = ", ".join(path or "the root module" for path in sorted(own))
             raise ValueError(
-                f"the weight {name} is shared: {readers_of} read it, and what is best for one of them is not for the "
+                f"the weight {name} is shared: {reading} read it, and what is best for one of them is not for the "
                 "others. Keep it, by Rule(path, role='weight', operands='identity'), or give each its own weight"
             )
 
 
-def _paths_of_readers(node: fx.Node) -> set[str]:
-    """Return the modules of the operations that read a parameter, through views and its roundings."""
-    paths: set[str] = set()
+def readers_of(node: fx.Node) -> Iterator[Site]:
+    """Yield the Sites of the operations that read a parameter, through views and its roundings."""
     for user in node.users:
         place = site(user)
         if moved_by(user) is node or (place is not None and place.operator == ROUND):
-            paths |= _paths_of_readers(user)
+            yield from readers_of(user)
         # Largest magnitudes are read for the scales of the product that reads the elements.
         elif place is not None and not (user.target in CALLS and place.kind == "movement"):
-            paths.add(place.path)
-    return paths
+            yield place
 
 
 def _refuse_unreached(model: nn.Module, entry: Entry, policy: Policy) -> None:

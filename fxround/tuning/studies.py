@@ -1,0 +1,168 @@
+"""What studies of a model on data have in common: the metrics that were asked for, and a file that resumes them.
+
+The file says what its figures belong to (``described_by``), so that figures of another model, of other data or of other
+metrics are never taken for those of this study.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from fxround.errors import shown, type_of
+from fxround.fingerprint import hash
+from fxround.graph.site import operator_name
+from fxround.module.rounded_module import RoundedModule
+from fxround.significance.figures import plain
+from fxround.significance.inputs import ModelCall
+from fxround.significance.metrics import Metric, mean_over_rows, named
+from fxround.significance.provenance import version_of
+
+# The leaves of arguments whose text says all of them.
+_PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def several(asked: Any) -> list[Any]:
+    """Return what was asked for as a list. Raises ValueError for nothing."""
+    several = list(asked) if isinstance(asked, list | tuple) else [asked]
+    if not several or any(one is None for one in several):
+        raise ValueError("metric has nothing; expected a name such as 'accuracy', or a function of (result, target)")
+    return several
+
+
+def metrics_of(asked: Sequence[Any]) -> list[Metric]:
+    """Return the metrics. Raises TypeError or ValueError for unknown ones, equal names, and one of pairs of samples."""
+    metrics = [_of_function(one) if callable(one) else named((one,))[0] for one in asked]
+    names = [metric.name for metric in metrics]
+    for metric in metrics:
+        if metric.pairs:
+            raise ValueError(
+                f"metric {metric.name!r} compares pairs of samples, and a policy may run once; choose another"
+            )
+        if names.count(metric.name) > 1:
+            raise ValueError(f"two metrics have the name {shown(metric.name)}; give functions names of their own")
+    # The rows that change in any sample are a matter of variability.
+    return [replace(metric, rows=None) for metric in metrics]
+
+
+def _of_function(function: Callable[[Any, Any], Any]) -> Metric:
+    meaning = "a function of result and target, mean over rows"
+    return mean_over_rows(function, meaning, lambda result, _, call: function(result, call.target), compares=False)
+
+
+def described_by(
+    unrounded: RoundedModule, batches: Sequence[ModelCall], metrics: Sequence[Any], samples: int, seed: int
+) -> dict[str, Any]:
+    """Return what figures belong to, beside policies, as plain data.
+
+    Raises TypeError for arguments or targets of which no text says all.
+    """
+    first = batches[0]
+    return {
+        "model": type(unrounded.source).__qualname__,
+        "weights": hash(unrounded.source),
+        "graph": _digest(_lines_of_graph(unrounded._entry(first.args, first.kwargs).captured.graph)),
+        "data": _digest(line for call in batches for line in _lines_of_call(call)),
+        "metrics": [_said_of_metric(metric) for metric in metrics],
+        "samples": samples,
+        "seed": seed,
+        "fxround": version_of("fxround"),
+        "torch": version_of("torch"),
+    }
+
+
+def _digest(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _lines_of_graph(graph: fx.GraphModule) -> Iterator[str]:
+    for node in graph.graph.nodes:
+        yield f"{node.name} {operator_name(node)} {node.args} {dict(node.kwargs)}"
+        held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(held, Tensor):
+            yield hash(held)
+        if isinstance(held, fx.GraphModule):
+            yield from _lines_of_graph(held)
+
+
+def _lines_of_call(call: ModelCall) -> Iterator[str]:
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs, call.target))
+    yield str(spec)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor | np.ndarray):
+            yield hash(leaf)
+        elif isinstance(leaf, _PLAIN):
+            yield repr(leaf)
+        else:
+            raise TypeError(
+                f"the data hold {type_of(leaf)}, and no text says all of it, so that a file cannot say which data it "
+                "belongs to; leave path= out, or pass tensors, numbers and texts"
+            )
+
+
+def _said_of_metric(metric: Any) -> str:
+    """Return the name of a metric, with its source text if it is the caller's."""
+    if isinstance(metric, str):
+        return metric
+    functions = (metric.measure, metric.finish) if isinstance(metric, Metric) else (metric,)
+    name = metric.name if isinstance(metric, Metric) else getattr(metric, "__qualname__", type(metric).__qualname__)
+    return f"{name} {_digest(map(_source, functions))}"
+
+
+def _source(function: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(function if inspect.isroutine(function) else type(function)))
+    except (OSError, TypeError):  # typed into a prompt, or of a built-in class
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+@contextmanager
+def reading(path: str | Path | None, what: str) -> Iterator[None]:
+    """Turn what a wrong text raises into a ValueError that names the file. what: what the file is expected to have."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no file of a {what} ({error}); pass the path of one, or of a new file") from error
+
+
+def read_file(path: str | Path | None, described: Mapping[str, Any], what: str) -> dict[str, Any] | None:
+    """Return what the file of a study has; None if there is none.
+
+    Raises ValueError for a file of another study, whose ``described`` differs, or of anything else.
+    """
+    if path is None or not Path(path).exists():
+        return None
+    with reading(path, what):
+        held = json.loads(Path(path).read_text(encoding="utf-8"))
+        own = dict(held["described"])
+    for key, value in plain(dict(described)).items():
+        if own.get(key) != value:
+            raise ValueError(
+                f"{path} has a {what} with another {key}: {shown(own.get(key))}, and this one has {shown(value)}. "
+                "Pass another path, or delete the file to run everything again"
+            )
+    return dict(held)
+
+
+def number_of(value: float | str | None) -> float:
+    """Return the number that ``plain`` has written."""
+    return math.nan if value is None else float(value)
+
+
+__all__ = ["described_by", "metrics_of", "number_of", "read_file", "reading", "several"]
