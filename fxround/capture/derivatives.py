@@ -129,6 +129,27 @@ class _Run(fx.Interpreter):
         value = super().run_node(n)
         return pytree.tree_map_only(Tensor, Tensor.detach, value) if CONSTANT in n.meta else value
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.aten.copy.default:
+            return _Copy.apply(*args[:2])
+        return super().call_function(target, args, kwargs)
+
+
+class _Copy(torch.autograd.Function):
+    """``aten.copy``, for which autograd has no derivative: the second tensor's values, in the first one's shape and dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, written: Tensor, values: Tensor) -> Tensor:
+        """Return the values, in the shape and dtype of ``written``."""
+        ctx.like = values.shape, values.dtype
+        return torch.ops.aten.copy.default(written, values)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return None for the tensor that is overwritten, and the gradient of the values."""
+        shape, dtype = ctx.like
+        return None, gradients[0].sum_to_size(shape).to(dtype)
+
 
 def _copied(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> tuple[Any, Any]:
     arguments: Any = fx.map_arg((node.args, node.kwargs), copies.__getitem__)

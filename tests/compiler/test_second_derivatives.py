@@ -208,13 +208,31 @@ class Drawing(nn.Module):
         return self.last(self.drop(F.gelu(self.norm(self.first(x))))).softmax(1)
 
 
+class Writing(nn.Module):
+    """States of a loop are written into a tensor of another dtype, in place, as one does for a sequence of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = torch.zeros(x.shape[0], 2, 4)
+        states[:, 0] = h = self.first(x.double()).tanh()
+        states[:, 1] = self.first(h)
+        states[:, 1, 2] = states[:, 0, 1].sum(0)
+        return self.last(states.sin()).sum(1).exp()
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("kind", [Drawing, Writing])
 def test_create_graph_changes_no_bit_and_the_gradients_are_computed_again_with_the_bits_they_had(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model = Drawing()
+        model = kind()
     compiled, x = fxround.compile(model, "stochastic", seed=4), points(6, 4, dtype=torch.float32).requires_grad_()
     sources = [x, *model.parameters()]
     plain = torch.autograd.grad(compiled.reseed(4)(x).square().sum(), sources)
@@ -288,7 +306,17 @@ def squares(f: Any, model: nn.Module) -> Any:
     return torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), sources)
 
 
-@pytest.mark.parametrize("function", [detached, without_gradients, straight_through, lambda x, h: Cube.apply(h) * x])
+def written(x: Tensor, h: Tensor) -> Tensor:
+    states = torch.zeros(x.shape[0], 2, 4, dtype=h.dtype)
+    states[:, 0] = h
+    states[:, 1] = h.sin() * x[0]
+    states[:, 1, 2] = states[:, 0, 1].sum(0)
+    return states.square().prod(1)
+
+
+@pytest.mark.parametrize(
+    "function", [detached, without_gradients, straight_through, lambda x, h: Cube.apply(h) * x, written]
+)
 def test_what_autograd_takes_for_a_constant_is_one_in_second_derivatives(function: Any) -> None:
     model = Calling(function)
     require_close(squares(fxround.compile(model, "identity"), model), squares(model, model))
