@@ -131,12 +131,12 @@ class _Run(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.aten.copy.default:
-            return _Copy.apply(*args[:2])
+            return _Copy.apply(*args[:2])  # type: ignore[no-untyped-call]
         return super().call_function(target, args, kwargs)
 
 
 class _Copy(torch.autograd.Function):
-    """``aten.copy``, for which autograd has no derivative: the second tensor's values, in the first one's shape and dtype."""
+    """``aten.copy``, for which autograd has no derivative: values in the shape and dtype of another tensor."""
 
     @staticmethod
     def forward(ctx: Any, written: Tensor, values: Tensor) -> Tensor:

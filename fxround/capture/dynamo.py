@@ -191,7 +191,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         accumulated_recompile_limit=_GRAPHS_OF_CODE,
         suppress_errors=False,
     )
-    with settings, separate_sizes(), logging_while_traced(), python_gaps():
+    with settings, separate_sizes(), logging_while_traced(), python_gaps(), numpy_numbers():
         try:
             yield
         except exc.FailOnRecompileLimitHit as error:

@@ -8,9 +8,10 @@ and what NumPy's functions make of constants alone is computed by NumPy. A truth
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, fx
@@ -19,53 +20,104 @@ from fxround.errors import CaptureError
 from fxround.graph.site import located
 
 
+class _Thread(threading.local):
+    """How many traces of the thread take scalars of NumPy for numbers, and whether one of them met a scalar."""
+
+    traces = 0
+    met = False
+
+
+_THREAD: Final = _Thread()
+
+
 @contextlib.contextmanager
 def numpy_numbers() -> Iterator[None]:
-    """Let Dynamo take scalars of NumPy for numbers in the block."""
-    from torch._dynamo.guards import GuardBuilder
+    """Let Dynamo take scalars of NumPy for numbers, in traces of this thread in the block.
+
+    The methods of Dynamo are wrapped once and for good, and do what they did in every other trace: the block is entered
+    by every call of a model that runs by way of ``torch.compile``, and must cost such a call nothing.
+    """
+    _wrap()
+    _THREAD.traces += 1
+    try:
+        yield
+    finally:
+        _THREAD.traces -= 1
+        if _THREAD.met and not _THREAD.traces:
+            _forget()
+
+
+def _meet() -> None:
+    """Let Dynamo take the types of NumPy's scalars for types of constants, until the outermost trace ends."""
     from torch._dynamo.utils import common_constant_types
+
+    common_constant_types.update(_types())
+    _THREAD.met = True
+
+
+def _forget() -> None:
+    from torch._dynamo.utils import common_constant_types
+
+    common_constant_types.difference_update(_types())
+    _THREAD.met = False
+
+
+@cache
+def _types() -> frozenset[type]:
+    """Return the types of NumPy's scalars that Dynamo does not take for types of constants."""
+    from torch._dynamo.utils import common_constant_types
+
+    types = {each for each in np.sctypeDict.values() if issubclass(each, np.floating | np.integer)}
+    return frozenset(types - common_constant_types)
+
+
+@cache
+def _wrap() -> None:
+    from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.misc import NumpyVariable
 
+    _types()  # before the first trace adds to them
     wrap, call = VariableBuilder._wrap, NumpyVariable.call_function
     make, passed = ConstantVariable.__init__, ConstantVariable.as_proxy
 
     def wrapped(self: Any, value: Any) -> Any:
-        if isinstance(value, np.bool_):  # one of two objects
+        if _THREAD.traces and isinstance(value, np.bool_):  # one of two objects
             self.install_guards(GuardBuilder.ID_MATCH)
             return ConstantVariable.create(bool(value), source=self.source)
-        if not _is_real(value):
+        if not _THREAD.traces or not _is_real(value):
             return wrap(self, value)
+        _meet()
         self.install_guards(GuardBuilder.EQUALS_MATCH)
         return ConstantVariable.create(value, source=self.source)
 
     def made(self: Any, value: Any, **options: Any) -> None:
         make(self, value, **options)
-        self.value = value
+        if _THREAD.traces:
+            self.value = value
 
     def as_proxy(self: Any) -> Any:
         return self.value.item() if _is_real(self.value) else passed(self)
 
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         pure = isinstance(self.value, np.ufunc) or (isinstance(self.value, type) and issubclass(self.value, np.generic))
-        if pure and all(each.is_python_constant() for each in (*args, *kwargs.values())):
+        if _THREAD.traces and pure and all(each.is_python_constant() for each in (*args, *kwargs.values())):
             given = [each.as_python_constant() for each in args]
             result = self.value(*given, **{name: each.as_python_constant() for name, each in kwargs.items()})
             if _is_real(result):
+                _meet()
                 return ConstantVariable.create(result)
         return call(self, tx, args, kwargs)
 
-    types = {each for each in np.sctypeDict.values() if issubclass(each, np.floating | np.integer)}
-    types -= common_constant_types
-    common_constant_types.update(types)
-    with contextlib.ExitStack() as stack:
-        stack.callback(common_constant_types.difference_update, types)
-        stack.enter_context(mock.patch.object(VariableBuilder, "_wrap", wrapped))
-        stack.enter_context(mock.patch.object(ConstantVariable, "__init__", made))
-        stack.enter_context(mock.patch.object(ConstantVariable, "as_proxy", as_proxy))
-        stack.enter_context(mock.patch.object(NumpyVariable, "call_function", called))
-        yield
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (VariableBuilder, "_wrap", wrapped),
+        (NumpyVariable, "call_function", called),
+        (ConstantVariable, "__init__", made),
+        (ConstantVariable, "as_proxy", as_proxy),
+    )
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
 
 
 def _is_real(value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxround.capture.dynamo import replaying, unmark
+from fxround.capture.numpy_numbers import refuse_numpy_numbers
 from fxround.capture.refusals import called_with
 from fxround.capture.replayed_guards import watch_more
 from fxround.capture.torch_private import failed_guard, own_graphs
@@ -126,6 +127,7 @@ class Replay:
         host, gradients = self.living, torch.is_grad_enabled()
         watch_more(host.source)
         unmark(host.source)
+        refuse_numpy_numbers(graph)
         entry = host.receive(graph, inputs)
         reason = guard_of(failed_guard() if self.entries else None)
         self.entries.append(entry)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround.capture.numpy_numbers import numpy_numbers
 from fxround.errors import CaptureError
 
 X = torch.arange(4.0) + 1
@@ -51,8 +52,21 @@ class _Scaled(nn.Module):
         return x.sum() * self.scale
 
 
-def test_attribute_is_read_in_every_call() -> None:
-    model = _Scaled()
+class _Counted(_Scaled):
+    """Changes Python state: a call goes through torch.compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls.append(x.shape[0])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [_Scaled, _Counted])
+def test_attribute_is_read_in_every_call(kind: type[_Scaled]) -> None:
+    model = kind()
     compiled = fxround.compile(model, "reproducible")
     for scale in (np.float64(0.5), np.float64(0.25), np.float32(0.0), np.float32(-0.0), np.int64(3), 2.0):
         model.scale = scale
@@ -62,8 +76,15 @@ def test_attribute_is_read_in_every_call() -> None:
 
 
 def test_number_that_numpy_computes_from_an_array_is_refused() -> None:
-    with pytest.raises(CaptureError, match="NumPy computes a number"):
-        fxround.compile(lambda x: x.mean() * np.array([1.0, 2.0]).mean(), "reproducible")(X)
+    calls: list[int] = []
+
+    def counted(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.mean() * np.array([1.0, 2.0]).mean()
+
+    for function in (lambda x: x.mean() * np.array([1.0, 2.0]).mean(), counted):
+        with pytest.raises(CaptureError, match="NumPy computes a number"):
+            fxround.compile(function, "reproducible")(X)
 
 
 class _Attributes(nn.Module):
@@ -92,11 +113,35 @@ class _Chosen(nn.Module):
         return x * 2 if self.doubles else x * 3
 
 
-def test_a_truth_value_of_numpy_is_a_bool_and_is_read_in_every_call() -> None:
-    model = _Chosen()
+class _CountedChoice(_Chosen):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [_Chosen, _CountedChoice])
+def test_a_truth_value_of_numpy_is_a_bool_and_is_read_in_every_call(kind: type[_Chosen]) -> None:
+    model = kind()
     compiled = fxround.compile(model, "reproducible")
     for value in (np.bool_(True), np.bool_(False), True, np.False_):
         model.doubles = value
         assert torch.equal(compiled(X), model(X))
     compiled(X)
     assert len(compiled.captures()) <= 4
+
+
+def test_other_traces_of_torch_compile_take_scalars_of_numpy_as_before() -> None:
+    from torch._dynamo.utils import common_constant_types
+
+    before = common_constant_types.copy()
+    model = _Counted()
+    model.scale = np.float64(0.5)
+    fxround.compile(model, "reproducible")(X)
+    assert common_constant_types == before
+    assert torch.compile(lambda x: x.sum() * SCALE, backend="eager")(X).dtype == torch.float64  # Dynamo's own answer
+    with numpy_numbers():
+        assert common_constant_types == before
