@@ -1,14 +1,15 @@
 """The commands of ``fxround``.
 
-They are demo, inspect, variability, perplexity, attribute, localize, invariance, describe, selftest and doctor.
-Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
-argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
-status 1, a command interrupted by Ctrl-C with 130. Examples::
+They are demo, inspect, variability, perplexity, compare, attribute, localize, invariance, describe, selftest and
+doctor. Commands parse arguments, call the library and print; the same results are available as data (``--json``). A
+wrong argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits
+with status 1, a command interrupted by Ctrl-C with 130. Examples::
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
     $ fxround perplexity net.py:build --inputs tokens.pt --widths 4:12 --samples 5
+    $ fxround compare net.py:build --inputs images.npy --policies bfloat16 int8:channel nvfp4 --path rows.json
     $ fxround attribute net.py:build --inputs images.npy --formats bfloat16 e4m3fn
     $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
     $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
@@ -36,6 +37,7 @@ from typing import Any, Final
 from fxround.atomic_files import write_file
 from fxround.cli.arguments import POLICY, add_device, add_model, put, said
 from fxround.cli.attribute import add_attribute
+from fxround.cli.compare import add_compare
 from fxround.cli.invariance import add_invariance
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(command=_inspect)
     _add_variability(commands)
     add_perplexity(commands, _loaded)
+    add_compare(commands, _loaded, _named)
     add_localize(commands, _loaded, _named)
     add_attribute(commands, _loaded, _named)
     add_invariance(commands, _loaded)

@@ -39,6 +39,11 @@ class Measured:
     classes: tuple[float, ...] | None = None
 
     @property
+    def title(self) -> str:
+        """The name with the unit, if there is one."""
+        return f"{self.name} [{self.unit}]" if self.unit else self.name
+
+    @property
     def mean(self) -> float:
         """The mean over the samples."""
         return float(np.mean(self.values))

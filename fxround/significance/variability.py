@@ -33,7 +33,7 @@ from fxround.significance.provenance import provenance
 from fxround.significance.references import require_reference
 from fxround.significance.report import VariabilityReport
 from fxround.significance.study import BINARY64, BITS, Sampling, Study, interruptible
-from fxround.significance.workers import Workers
+from fxround.significance.workers import Workers, require_jobs
 
 FEW: Final = 5
 MOST: Final = 200
@@ -196,8 +196,7 @@ def _watching(plan: Sampling) -> Sampling:
 def _require_known(inputs: Any, plan: Sampling, seed: int, n_jobs: int) -> None:
     """Raise for arguments that no run can use; warn of few samples."""
     Draw(seed)
-    if not isinstance(n_jobs, int) or n_jobs == 0:
-        raise ValueError(f"n_jobs is {shown(n_jobs)}; expected the number of workers, or -1 for all cores")
+    require_jobs(n_jobs)
     if isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0] == 0:
         raise ValueError(f"inputs has shape {tuple(inputs.shape)}: there is nothing to run the model on")
     if plan.samples is not None and plan.samples < FEW:

@@ -2,14 +2,16 @@
 
 The model is captured once, and every policy lowers the same graphs. Policies run one after the other over all batches,
 so that what is complete when one fails, or when Ctrl-C comes, is a whole row. The same arguments and seed give the same
-figures with any number of threads.
+figures with any number of threads and workers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,12 @@ from fxround.policy import IDENTITY, Policy
 from fxround.runtime.draw import Draw
 from fxround.significance.inputs import ModelCall, calls, positive
 from fxround.significance.metrics import Metric
-from fxround.significance.observed import sample_number
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.recorder import Measured, Recorder
 from fxround.significance.study import interruptible
+from fxround.significance.workers import require_jobs
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
+from fxround.tuning.comparison_runs import Outcome, Run, Shared, outcome_of, said_of
 from fxround.tuning.costs import Costs, costs_of
 from fxround.tuning.studies import described_by, metrics_of, read_file, reading, several
 
@@ -44,6 +47,7 @@ def compare(
     batch_size: int | None = None,
     seed: int = 0,
     path: str | Path | None = None,
+    n_jobs: int = 1,
     progress: bool | None = None,
 ) -> ComparisonReport:
     """Compare policies: metrics of a model on data under each of them, bits of its values, and multiply-adds by format.
@@ -65,6 +69,8 @@ def compare(
         batch_size: splits tensors into batches of this many rows; None takes them whole.
         seed: 0 to 2^63 - 1, the seed of all random bits. Sample i of batch j is ``reseed(seed, j * 2**16 + i)``.
         path: a JSON file that is written after each policy. If it exists, the policies that it has are not run again.
+        n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used. Each worker has as many
+            threads as this process; metrics are computed in this process.
         progress: whether to show progress; None shows it in a terminal.
 
     Returns:
@@ -74,7 +80,8 @@ def compare(
     Raises:
         TypeError, ValueError: for wrong arguments, empty data, two policies of one name, and a file of another
             comparison. PolicyError for an unknown policy. Also what ``compile`` raises at capture, and what the model
-            and the metrics raise without roundings; all of this comes before a policy runs.
+            and the metrics raise without roundings; all of this comes before a policy runs. FxroundError for a model of
+        which a worker captures another graph. ImportError for workers without joblib.
 
     The generators of PyTorch are left as they were.
 
@@ -87,6 +94,7 @@ def compare(
     require_module(model)
     Draw(seed)
     positive("samples", samples)
+    require_jobs(n_jobs)
     chosen, asked = _policies(policies), several(metric)
     metrics = metrics_of(asked)
     if model.training:
@@ -100,8 +108,11 @@ def compare(
         file.read()
         run = _Comparison(unrounded, batches, metrics, samples, seed, chosen, file)
         run.lower()
-        with shown_progress("compare", run.steps, progress) as tick, interruptible() as stopping:
-            run.tick, run.stopping = tick, stopping
+        with ExitStack() as stack:
+            if n_jobs != 1 and run.waiting:
+                run.outcomes = stack.enter_context(Shared(n_jobs, unrounded, batches, chosen, seed)).outcomes
+            run.tick = stack.enter_context(shown_progress("compare", run.steps, progress))
+            run.stopping = stack.enter_context(interruptible())
             return run.report()
 
 
@@ -146,6 +157,8 @@ class _Comparison:
     # The results of the unrounded model, by batches; None where no metric compares.
     references: list[Any] = field(default_factory=list)
     waiting: dict[str, tuple[RoundedModule, Costs]] = field(default_factory=dict)
+    # Who computes the runs; None for this process.
+    outcomes: Callable[[Iterable[Run]], Iterator[tuple[Run, Outcome]]] | None = None
 
     def lower(self) -> None:
         """Lower the model by each policy that the file does not have, so that a wrong one is an error at once."""
@@ -176,14 +189,27 @@ class _Comparison:
         rows: dict[str, PolicyResult] = {}
         if not self.stopping():
             self.file.write(self._report(rows))
+        outcomes = (self.outcomes or self._alone)(self._planned())
         for name in self.chosen:
             row = self._known(name)
             if row is None and not self.stopping():
-                row = self._row(name)
+                row = self._row(name, outcomes)
             if row is not None:
                 rows[name] = row
                 self.file.write(self._report({n: r for n, r in rows.items() if r.complete}))
         return self._report(rows)
+
+    def _planned(self) -> Iterator[Run]:
+        """Yield the runs in order; of a policy that has failed, no more."""
+        for name in list(self.waiting):
+            for number, batch in product(range(self._runs(self.chosen[name])), range(len(self.batches))):
+                if name in self.waiting:
+                    yield Run(name, number, batch)
+
+    def _alone(self, runs: Iterable[Run]) -> Iterator[tuple[Run, Outcome]]:
+        """Yield the outcomes of runs in this process, each computed when it is asked for."""
+        for run in runs:
+            yield run, outcome_of(self.waiting[run.policy][0], run, self.batches[run.batch], self.seed)
 
     def _report(self, rows: Mapping[str, PolicyResult]) -> ComparisonReport:
         return ComparisonReport(
@@ -215,34 +241,36 @@ class _Comparison:
     def _recorders(self) -> list[Recorder]:
         return [Recorder(metric) for metric in self.metrics]
 
-    def _row(self, name: str) -> PolicyResult | None:
+    def _row(self, name: str, outcomes: Iterator[tuple[Run, Outcome]]) -> PolicyResult | None:
         """Run a policy; None if Ctrl-C came before its first run was complete."""
         policy, recorders, error = self.chosen[name], self._recorders(), ""
-        compiled, costs = self.waiting.pop(name)
-        began, complete = time.perf_counter(), 0
-        try:
-            while complete < self._runs(policy) and self._sample(compiled, complete, recorders):
-                complete += 1
-        except Exception as raised:  # the model or a metric may raise anything: the row says what
-            error = f"{type(raised).__name__}: {raised}"
-        seconds = time.perf_counter() - began
+        seconds, complete = 0.0, 0
+        while complete < self._runs(policy) and not self.stopping():
+            run, outcome = next(outcomes)
+            if run.policy != name:  # of a policy that has failed, of which workers had begun more
+                continue
+            began = time.perf_counter()
+            error = outcome.error or self._take(recorders, run, outcome.result)
+            seconds += outcome.seconds + time.perf_counter() - began
+            if error:
+                break
+            self.tick()
+            complete += run.batch == len(self.batches) - 1
+        _, costs = self.waiting.pop(name)
         for recorder in recorders:
             recorder.sums.pop(complete, None)
         if not complete and not error:
             return None
         return PolicyResult(name, policy, _measured(recorders), costs, seconds, complete == self._runs(policy), error)
 
-    def _sample(self, compiled: RoundedModule, number: int, recorders: Sequence[Recorder]) -> bool:
-        """Run all batches once; returns whether no Ctrl-C came before the end."""
-        for i, (call, reference) in enumerate(zip(self.batches, self.references, strict=True)):
-            if self.stopping():
-                return False
-            compiled.reseed(self.seed, sample=sample_number(i, number))
-            result = compiled.evaluate(*call.args, **call.kwargs)
+    def _take(self, recorders: Sequence[Recorder], run: Run, result: Any) -> str:
+        """Measure a result; returns what a metric raised, or "" for nothing."""
+        try:
             for recorder in recorders:
-                recorder.take(number, result, reference, call)
-            self.tick()
-        return True
+                recorder.take(run.number, result, self.references[run.batch], self.batches[run.batch])
+        except Exception as raised:  # a metric may raise anything: the row says what
+            return said_of(raised)
+        return ""
 
 
 def _measured(recorders: Sequence[Recorder]) -> tuple[Measured, ...]:

@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+from fxround.atomic_files import write_file
 from fxround.policy import Policy
 from fxround.significance.figures import plain
 from fxround.significance.recorder import Measured
@@ -129,16 +131,41 @@ class ComparisonReport(Tabled):
 
     def table(self) -> Table:
         """Return a row for the unrounded model and one for each policy."""
-        titles = [f"{m.name} [{m.unit}]" if m.unit else m.name for m in self.unrounded]
+        titles = [metric.title for metric in self.unrounded]
         columns = ("policy", *titles, "weight bits", "activation bits", "multiply-adds", "seconds")
         first = ("(unrounded)", *map(_cell, self.unrounded), None, None, "", None)
         rows = tuple(self._row(row) for row in self.policies)
+        return Table(columns, (first, *rows), self.heading, "\n".join([*self.findings, self.legend]))
+
+    @property
+    def heading(self) -> str:
+        """One line: model, data, samples and seed."""
         state = f", INTERRUPTED before {', '.join(self.remaining) or 'its end'}" if self.interrupted else ""
-        title = (
+        return (
             f"{self.model}: {len(self.policies)} policies, {self.rows:,} rows of data in {self.batches} "
             f"batch{'es' * (self.batches != 1)}, {self.samples} samples of policies that draw, seed {self.seed}{state}"
         )
-        return Table(columns, (first, *rows), title, "\n".join([*self.findings, self._legend]))
+
+    def plot(self, path: str | Path | None = None, *, bits: str = "weight") -> Any:
+        """Return a matplotlib figure: each metric against the bits of a value, with its spread over the runs as a bar.
+
+        A dashed line is the unrounded model. Below a panel are the policies that have no place in it, with the reason.
+
+        path: also write the figure there. bits: of the parameters (``"weight"``), or of the operands of products that
+        are no parameters (``"activation"``). Raises ValueError for other words, ImportError without matplotlib.
+        """
+        from fxround.tuning import comparison_views
+
+        return comparison_views.plot(self, path, bits)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """Return one self-contained HTML page; ``path``: also write it there. Raises ImportError without matplotlib."""
+        from fxround.tuning import comparison_views
+
+        text = comparison_views.page(self)
+        if path is not None:
+            write_file(path, text)
+        return text
 
     def _row(self, row: PolicyResult) -> tuple[str | float | None, ...]:
         cells = [_cell(metric) for metric in row.metrics] or ["failed" if row.error else ""] * len(self.unrounded)
@@ -163,7 +190,8 @@ class ComparisonReport(Tabled):
         return tuple(said)
 
     @property
-    def _legend(self) -> str:
+    def legend(self) -> str:
+        """Lines on how to read the figures."""
         metrics = "; ".join(f"{m.name}: {m.meaning}" for m in self.unrounded)
         return (
             f"{metrics}. ±: standard deviation over the runs.\nBits: the mean over parameters, and over operands of "

@@ -74,8 +74,8 @@ def described_by(
     return {
         "model": type(unrounded.source).__qualname__,
         "weights": hash(unrounded.source),
-        "graph": _digest(_lines_of_graph(unrounded._entry(first.args, first.kwargs).captured.graph)),
-        "data": _digest(line for call in batches for line in _lines_of_call(call)),
+        "graph": digest(lines_of_graph(unrounded._entry(first.args, first.kwargs).captured.graph)),
+        "data": digest(line for call in batches for line in _lines_of_call(call)),
         "metrics": [_said_of_metric(metric) for metric in metrics],
         "samples": samples,
         "seed": seed,
@@ -84,21 +84,23 @@ def described_by(
     }
 
 
-def _digest(lines: Iterable[str]) -> str:
-    digest = hashlib.sha256()
+def digest(lines: Iterable[str]) -> str:
+    """Return the SHA-256 of lines, with its name."""
+    computed = hashlib.sha256()
     for line in lines:
-        digest.update(f"{line}\n".encode())
-    return f"sha256:{digest.hexdigest()}"
+        computed.update(f"{line}\n".encode())
+    return f"sha256:{computed.hexdigest()}"
 
 
-def _lines_of_graph(graph: fx.GraphModule) -> Iterator[str]:
+def lines_of_graph(graph: fx.GraphModule) -> Iterator[str]:
+    """Yield lines that say all of a captured graph, with the hashes of the tensors that it holds."""
     for node in graph.graph.nodes:
         yield f"{node.name} {operator_name(node)} {node.args} {dict(node.kwargs)}"
         held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(held, Tensor):
             yield hash(held)
         if isinstance(held, fx.GraphModule):
-            yield from _lines_of_graph(held)
+            yield from lines_of_graph(held)
 
 
 def _lines_of_call(call: ModelCall) -> Iterator[str]:
@@ -122,7 +124,7 @@ def _said_of_metric(metric: Any) -> str:
         return metric
     functions = (metric.measure, metric.finish) if isinstance(metric, Metric) else (metric,)
     name = metric.name if isinstance(metric, Metric) else getattr(metric, "__qualname__", type(metric).__qualname__)
-    return f"{name} {_digest(map(_source, functions))}"
+    return f"{name} {digest(map(_source, functions))}"
 
 
 def _source(function: Any) -> str:
@@ -165,4 +167,4 @@ def number_of(value: float | str | None) -> float:
     return math.nan if value is None else float(value)
 
 
-__all__ = ["described_by", "metrics_of", "number_of", "read_file", "reading", "several"]
+__all__ = ["described_by", "digest", "lines_of_graph", "metrics_of", "number_of", "read_file", "reading", "several"]

@@ -7,10 +7,12 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import joblib
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,7 @@ from fxround.module.rounded_module import RoundedModule
 from fxround.numerics.formats.scaled import ScaledRounding, short_name
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, Metric
+from fxround.tuning import comparison_runs
 from fxround.tuning.costs import costs_of
 
 POLICIES = ("bfloat16", "int8:channel", "e4m3fn/stochastic/saturate")
@@ -275,6 +278,90 @@ def test_a_metric_that_raises_ends_its_policy_alone(tmp_path: Path) -> None:
     assert not report.interrupted and len(report.to_pandas()) == 3
 
 
+ALL = ("bfloat16", "int8:channel", "fp8", "identity", "e4m3fn/stochastic/saturate")
+
+
+def uneven() -> list[tuple[Tensor, Tensor]]:
+    """Three batches; one of a single row has a graph of its own."""
+    return [*batches(), (batches()[0][0][:1], batches()[0][1][:1])]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return without_times(fxround.compare(mlp(), uneven(), ALL, ["accuracy", "sqnr", hits], samples=3))
+
+
+def without_times(report: fxround.ComparisonReport) -> dict[str, Any]:
+    data = report.to_dict()
+    for row in data["policies"]:
+        del row["seconds"]
+    return data
+
+
+@pytest.mark.parametrize("backend", ["loky", "threading"])
+def test_workers_give_the_same_rows(backend: str, alone: dict[str, Any], tmp_path: Path) -> None:
+    with joblib.parallel_config(backend=backend):
+        report = fxround.compare(
+            mlp(), uneven(), ALL, ["accuracy", "sqnr", hits], samples=3, n_jobs=2, path=tmp_path / "rows.json"
+        )
+    held = fxround.compare(mlp(), uneven(), ALL, ["accuracy", "sqnr", hits], samples=3, path=tmp_path / "rows.json")
+    assert report.policies == held.policies and held.described == report.described
+    assert without_times(report) | {"described": {}} == alone
+
+
+def test_workers_leave_errors_in_their_rows_and_keep_the_rest() -> None:
+    def picky(result: Tensor, target: Tensor) -> float:
+        calls.append(result.shape[0])
+        if torch.equal(result, narrow):
+            raise ArithmeticError("too narrow")
+        return 1.0
+
+    calls: list[int] = []
+    narrow = fxround.compile(mlp(), "bfloat16").evaluate(uneven()[1][0])
+    with joblib.parallel_config(backend="threading"):
+        report = fxround.compare(mlp(), uneven(), ["bfloat16", "int8", "identity"], picky, n_jobs=2)
+    assert report["bfloat16"].error == "ArithmeticError: too narrow" and not report["bfloat16"].metrics
+    assert report["int8"].complete and report["identity"].metric("picky").values == (1.0,)
+    assert calls == [8, 5, 1, 8, 5, 8, 5, 1, 8, 5, 1]  # as in one process: none after the error
+
+
+@pytest.mark.parametrize("at", [1, 4, 9])
+def test_ctrl_c_ends_workers_after_whole_rows(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def counting(result: Tensor, target: Tensor) -> float:
+        seen.append(len(result))
+        if len(seen) == at:
+            signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    with joblib.parallel_config(backend="threading"):
+        report = fxround.compare(mlp(), batches(), POLICIES, counting, samples=3, n_jobs=2)
+    complete = {1: {}, 4: {POLICIES[0]: 1}, 9: dict(zip(POLICIES, (1, 1, 1), strict=True))}[at]
+    assert report.interrupted and {row.name: len(row.metrics[0].values) for row in report.policies} == complete
+    assert report.remaining == POLICIES[len(complete) :]
+
+
+def test_a_worker_that_captures_another_graph_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fxround.compile(mlp(), "identity")
+    call = ModelCall((batches()[0][0],))
+    with torch.no_grad():
+        whole.prepare(*call.args)
+        ((_, digest),) = comparison_runs._captured(whole, [call])
+        assert comparison_runs._subject((mlp(), 0, [(call, digest)])).whole.policy == whole.policy
+        longer = nn.Sequential(*mlp(), nn.ReLU()).eval()
+        with pytest.raises(fxround.FxroundError, match=r"another graph of Sequential.*n_jobs=1"):
+            comparison_runs._subject((longer, 0, [(call, digest)]))
+
+
+def test_workers_have_the_settings_of_the_caller() -> None:
+    before = comparison_runs._Kernels.current()
+    other = replace(before, threads=before.threads + 1, precision="high", mkldnn=not before.mkldnn, dtype=torch.float64)
+    with other.active():
+        assert comparison_runs._Kernels.current() == other != before
+    assert comparison_runs._Kernels.current() == before
+
+
 @pytest.mark.parametrize(
     "asked, error, says",
     [
@@ -297,6 +384,8 @@ def test_a_metric_that_raises_ends_its_policy_alone(tmp_path: Path) -> None:
         ({"metric": lambda result, target: "good"}, TypeError, "returned a str; expected a number"),
         ({"metric": "accuracy", "data": torch.zeros(2, 24)}, ValueError, "accuracy needs targets"),
         ({"samples": 0}, ValueError, "samples is 0"),
+        ({"n_jobs": 0}, ValueError, "n_jobs is 0"),
+        ({"n_jobs": True}, ValueError, "n_jobs is True"),
         ({"seed": -1}, ValueError, "seed"),
         ({"model": mlp().train()}, ValueError, "call model.eval"),
         ({"model": torch.relu}, TypeError, "Module"),
@@ -333,6 +422,36 @@ def test_a_report_is_text_data_and_html() -> None:
     assert "±" in str(report) and "bfloat16" in report._repr_html_()
     with pytest.raises(KeyError):
         report["int8"]
+
+
+def test_a_report_is_plotted_and_a_page(tmp_path: Path) -> None:
+    def picky(result: Tensor, target: Tensor) -> float:
+        if torch.equal(result, narrow):
+            raise ArithmeticError("too <narrow>")
+        return 1.0
+
+    narrow = fxround.compile(mlp(), "bfloat16").evaluate(batches()[0][0])
+    plain = fxround.compare(mlp(), batches(), ["int8", "identity", POLICIES[2]], ["accuracy", "sqnr"], samples=3)
+    accuracy, sqnr = plain.plot(tmp_path / "plot.svg").axes
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+    assert [text.get_text() for text in accuracy.texts] == ["int8", "identity", POLICIES[2]]
+    assert [text.get_text() for text in sqnr.texts] == ["int8", POLICIES[2]] and "identity: inf" in sqnr.get_xlabel()
+    shown = plain[POLICIES[2]]
+    bar = next(c for c in sqnr.containers if c.lines[0].get_xdata()[0] == shown.costs.weight_bits == 8)
+    (segment,) = bar.lines[2][0].get_segments()
+    mean, spread = shown.metric("sqnr").mean, shown.metric("sqnr").spread
+    assert bar.lines[0].get_ydata()[0] == mean and spread > 0
+    assert [y for _, y in segment] == [mean - spread, mean + spread]
+    assert "operand" in plain.plot(bits="activation").axes[0].get_xlabel()
+    with pytest.raises(ValueError, match="bits is 'words'; expected one of 'weight', 'activation'"):
+        plain.plot(bits="words")
+    report = fxround.compare(mlp(), batches(), ["bfloat16", "int8"], picky)
+    assert "bfloat16: failed" in report.plot().axes[0].get_xlabel()
+    text = report.to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == text and "<svg" in text
+    assert "ArithmeticError: too &lt;narrow&gt;" in text and "too <narrow>" not in text.partition("<script")[0]
+    archived = text.partition("id='report'>")[2].partition("</script>")[0]
+    assert json.loads(archived.replace("<\\/", "</")) == report.to_dict()
 
 
 def test_metrics_that_compare_nothing_read_no_reference() -> None:

@@ -7,6 +7,7 @@ All numbers are the report's. The report's JSON is embedded in the page, so that
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Final
 
@@ -62,26 +63,32 @@ def page(report: VariabilityReport) -> str:
     title = f"Variability of {report.provenance['model']['class'].rpartition('.')[2]}"
     parts = [
         f"<h1>{escape(title)}</h1><p class='sub'>{escape(report.heading)}</p>",
-        "".join(map(_finding, report.warnings)),
+        "".join(map(finding, report.warnings)),
         _cards(report),
-        "".join(_finding(text) for text in (*report.findings, *report.notes)),
-        _section(
+        "".join(finding(text) for text in (*report.findings, *report.notes)),
+        section(
             "Results and layers", _figures(report) + f"<p class='legend'>{escape(report.legend)}<br>{_READING}</p>"
         ),
-        _section("One site perturbed alone", _table(report.isolated_table())) if report.isolated else "",
-        _section("Metrics", _table(report.metrics_table())) if report.metrics else "",
-        _section("Plots", f"<div class='plots'>{plots.svg(report)}</div>") if report.figures else "",
-        _section("The graph, by significant bits", _graph(report)),
-        _section("To repeat this", _repeat(report)),
+        section("One site perturbed alone", table_html(report.isolated_table())) if report.isolated else "",
+        section("Metrics", table_html(report.metrics_table())) if report.metrics else "",
+        section("Plots", f"<div class='plots'>{plots.svg(report)}</div>") if report.figures else "",
+        section("The graph, by significant bits", _graph(report)),
+        section("To repeat this", _repeat(report)),
     ]
+    return document(title, parts, report.to_json(indent=None))
+
+
+def document(title: str, parts: Iterable[str], data: str) -> str:
+    """Return a whole HTML document of parts. data: JSON that it archives."""
     head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{_CSS}</style>"
-    data = report.to_json(indent=None).replace("</", "<\\/")
-    archive = f"<script type='application/json' id='report'>{data}</script>"
+    archived = data.replace("</", "<\\/")
+    archive = f"<script type='application/json' id='report'>{archived}</script>"
     body = f"<body><main>{''.join(parts)}</main>{archive}</body>"
     return f"<!doctype html><html lang='en'><head>{head}</head>{body}</html>\n"
 
 
-def _section(heading: str, body: str) -> str:
+def section(heading: str, body: str) -> str:
+    """Return a section of a document."""
     return f"<section><h2>{escape(heading)}</h2>{body}</section>"
 
 
@@ -101,15 +108,17 @@ def _bits(bits: float | None) -> str:
     return "no evidence" if bits is None else f"{bits:.1f}"
 
 
-def _finding(text: str) -> str:
-    bad = any(word in text for word in ("WARNING", "WRONG", "NOT", "no evidence", "NaN", "generator"))
+def finding(text: str, bad: bool | None = None) -> str:
+    """Return a sentence that a reader must see. bad: whether something is wrong; None asks the text."""
+    if bad is None:
+        bad = any(word in text for word in ("WARNING", "WRONG", "NOT", "no evidence", "NaN", "generator"))
     return f"<div class='found{' bad' if bad else ''}'>{escape(text)}</div>"
 
 
 def _figures(report: VariabilityReport) -> str:
     table = report.table()
     marks = [_rail(f) for f in report.figures]
-    return _table(table, marks)
+    return table_html(table, marks)
 
 
 def _rail(f: Figures) -> str:
@@ -117,7 +126,8 @@ def _rail(f: Figures) -> str:
     return f"<span class='rail'><i style='width:{share:.0f}%'></i></span>"
 
 
-def _table(table: Table, marks: list[str] | None = None) -> str:
+def table_html(table: Table, marks: list[str] | None = None) -> str:
+    """Return a table. marks: what follows the second cell of each row."""
     texts = [any(isinstance(row[i], str) for row in table.rows) for i in range(len(table.columns))]
     marked = zip(table.columns, texts, strict=True)
     heads = "".join(f"<th{' class=text' if text else ''}>{escape(column)}</th>" for column, text in marked)

@@ -6,6 +6,8 @@ Plots show the report's numbers. Drawing needs no display and leaves matplotlib'
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,26 +20,26 @@ from fxround.significance.figures import Figures
 if TYPE_CHECKING:
     from fxround.significance.report import VariabilityReport
 
-_MEAN: Final = "#1c7ed6"
+MEAN: Final = "#1c7ed6"
 _BAND: Final = "#a5d8ff"
-_WORST: Final = "#e8590c"
+WORST: Final = "#e8590c"
 _REFERENCE: Final = ("#2b8a3e", "#862e9c", "#c2255c")
-_INK: Final = "#343a40"
-_STYLE: Final = {
+INK: Final = "#343a40"
+STYLE: Final = {
     "font.size": 9,
     "axes.edgecolor": "#adb5bd",
-    "axes.labelcolor": _INK,
+    "axes.labelcolor": INK,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "axes.titlecolor": _INK,
+    "axes.titlecolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e9ecef",
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 8,
     "svg.fonttype": "path",
@@ -48,13 +50,21 @@ LABELLED: Final = 40
 
 def plot(report: VariabilityReport, path: str | Path | None = None) -> Any:
     """Return a matplotlib figure of all plots that the report has data for; ``path``: also write it there."""
-    with require("matplotlib", "report").rc_context(_STYLE):
-        panels = [_layers] * bool(report.places) + [_histogram] + [_metrics] * bool(report.metrics)
+    panels = [_layers] * bool(report.places) + [_histogram] + [_metrics] * bool(report.metrics)
+    return figure_of([partial(draw, report) for draw in panels], path)
+
+
+def figure_of(panels: Sequence[Callable[[Any], None]], path: str | Path | None = None, height: float = 3.6) -> Any:
+    """Return a matplotlib figure of panels, one below the other. A panel is a function that draws on axes.
+
+    path: also write the figure there. height: of a panel, in inches. Raises ImportError without matplotlib.
+    """
+    with require("matplotlib", "report").rc_context(STYLE):
         figure = require("matplotlib.figure", "report").Figure(
-            figsize=(10, 3.6 * len(panels)), layout="constrained", facecolor="white"
+            figsize=(10, height * len(panels)), layout="constrained", facecolor="white"
         )
         for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels), 1)), panels, strict=True):
-            draw(report, axes)
+            draw(axes)
         if path is not None:
             _write(figure, Path(path))
     return figure
@@ -71,8 +81,13 @@ def _write(figure: Any, path: Path) -> None:
 
 def svg(report: VariabilityReport) -> str:
     """Return the plots as one SVG element, the same text for the same report."""
-    figure, buffer = plot(report), io.StringIO()
-    with require("matplotlib", "report").rc_context(_STYLE):
+    return svg_of(plot(report))
+
+
+def svg_of(figure: Any) -> str:
+    """Return a figure as one SVG element, the same text for the same numbers."""
+    buffer = io.StringIO()
+    with require("matplotlib", "report").rc_context(STYLE):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()[buffer.getvalue().index("<svg") :]
 
@@ -83,13 +98,13 @@ def _layers(report: VariabilityReport, axes: Any) -> None:
     x = np.arange(len(shown))
     low, high = ([_of(f.quantiles.get(q)) for f in shown] for q in ("0.05", "0.95"))
     axes.vlines(x, low, high, color=_BAND, linewidth=max(1.5, min(9, 300 / len(shown))), label="5 to 95 %")
-    axes.plot(x, [_of(f.worst) for f in shown], "v", color=_WORST, markersize=4, label="worst")
+    axes.plot(x, [_of(f.worst) for f in shown], "v", color=WORST, markersize=4, label="worst")
     for colour, name in zip(_REFERENCE, dict.fromkeys(n for f in shown for n in f.agreement), strict=False):
         agree = [f.agreement[name].bits if name in f.agreement else np.nan for f in shown]
         axes.plot(x, agree, "--", color=colour, linewidth=1, label=f"= {name}")
     above = [[0.0] * len(shown), [f.above or 0.0 for f in shown]]
     axes.errorbar(
-        x, [_of(f.bits) for f in shown], above, color=_MEAN, marker="o", markersize=4, capsize=2, label="mean +"
+        x, [_of(f.bits) for f in shown], above, color=MEAN, marker="o", markersize=4, capsize=2, label="mean +"
     )
     axes.set(title="Significant bits, place by place", ylabel="bits")
     axes.set_ylim(0, max(f.precision for f in shown) + 1)
@@ -110,7 +125,7 @@ def _of(value: float | None) -> float:
 def _histogram(report: VariabilityReport, axes: Any) -> None:
     """Plot the elements of every result by their bits."""
     for i, f in enumerate(report.outputs[: len(_REFERENCE) + 1]):
-        colour = (_MEAN, *_REFERENCE)[i]
+        colour = (MEAN, *_REFERENCE)[i]
         axes.bar(np.arange(len(f.histogram)) + 0.5, f.histogram, 0.9, color=colour, alpha=0.75, label=_label(f))
     axes.set(title="Results: elements by significant bits", xlabel="bits", ylabel="elements")
     axes.set_xlim(0, max((f.precision for f in report.outputs), default=24) + 1)
@@ -133,9 +148,9 @@ def _metrics(report: VariabilityReport, axes: Any) -> None:
             continue
         low, high = values.min(), values.max()
         place = (values - low) / (high - low) if high > low else np.full(len(values), 0.5)
-        axes.plot(place, np.full(len(values), row), "o", color=_MEAN, alpha=0.55, markersize=6)
+        axes.plot(place, np.full(len(values), row), "o", color=MEAN, alpha=0.55, markersize=6)
         for at, text, align in ((-0.03, f"{low:.6g}", "right"), (1.03, f"{high:.6g} {metric.unit}", "left")):
-            axes.text(at, row, text, ha=align, va="center", fontsize=8, color=_INK)
+            axes.text(at, row, text, ha=align, va="center", fontsize=8, color=INK)
     axes.set_yticks(range(len(rows)), [m.name for m in reversed(rows)])
     axes.set(title="Spread of the samples, each metric from its least to its greatest value", xlim=(-0.2, 1.25))
     axes.set_ylim(-0.6, len(rows) - 0.4)

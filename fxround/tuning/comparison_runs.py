@@ -1,0 +1,174 @@
+"""The runs of a comparison: each batch under each policy, in this process or in workers.
+
+A task is one run of one batch under one policy. A worker captures the batches that the caller's process captured, in
+the same order, and refuses to go on if its graphs are others. It has the caller's number of threads and switches of
+PyTorch's kernels, so that stock kernels, which some policies keep, give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fxround.errors import FxroundError
+from fxround.module import compile
+from fxround.module.rounded_module import RoundedModule
+from fxround.policy import IDENTITY, Policy
+from fxround.significance.inputs import ModelCall
+from fxround.significance.observed import sample_number
+from fxround.significance.workers import Packed, Pool, kept, leave_interrupts_to_the_parent, owned
+from fxround.tuning.studies import digest, lines_of_graph
+
+
+@dataclass(frozen=True)
+class Run:
+    """One batch in one run of a policy: name of the policy, numbers of run and batch from 0."""
+
+    policy: str
+    number: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave: a result, or the type and the message of an exception; and how long it took."""
+
+    result: Any
+    seconds: float
+    error: str = ""
+
+
+def outcome_of(compiled: RoundedModule, run: Run, call: ModelCall, seed: int) -> Outcome:
+    """Return what a model gives for a batch. Whatever the model raises under its policy is in the outcome."""
+    began, result, error = time.perf_counter(), None, ""
+    try:
+        compiled.reseed(seed, sample=sample_number(run.batch, run.number))
+        result = compiled.evaluate(*call.args, **call.kwargs)
+    except Exception as raised:  # the model may raise anything
+        error = said_of(raised)
+    return Outcome(result, time.perf_counter() - began, error)
+
+
+def said_of(raised: Exception) -> str:
+    """Return the type and the message of an exception."""
+    return f"{type(raised).__name__}: {raised}"
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The settings of a process on which the bits of stock kernels depend."""
+
+    threads: int
+    precision: str
+    mkldnn: bool
+    deterministic: tuple[bool, bool]
+    dtype: torch.dtype
+
+    @staticmethod
+    def current() -> _Kernels:
+        return _Kernels(
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            bool(torch.backends.mkldnn.enabled),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            torch.get_default_dtype(),
+        )
+
+    def set(self) -> None:
+        torch.set_num_threads(self.threads)
+        torch.set_float32_matmul_precision(self.precision)
+        torch.backends.mkldnn.set_flags(_enabled=self.mkldnn)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        torch.set_default_dtype(self.dtype)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Have these settings in a block. Threads of one process have them already, and change nothing."""
+        before = _Kernels.current()
+        if before == self:
+            yield
+            return
+        self.set()
+        try:
+            yield
+        finally:
+            before.set()
+
+
+@dataclass
+class _Subject:
+    """A model in a worker, and the model under the policy that ran there last."""
+
+    whole: RoundedModule
+    latest: RoundedModule | None = None
+
+    def under(self, policy: Policy) -> RoundedModule:
+        if self.latest is None or self.latest.policy != policy:
+            self.latest = self.whole.with_policy(policy)
+        return self.latest
+
+
+class Shared(Pool):
+    """Workers that run batches of one model under several policies.
+
+    n_jobs as joblib's. whole: the unrounded model, which has captured the batches; policies: those that run.
+    """
+
+    def __init__(
+        self,
+        n_jobs: int,
+        whole: RoundedModule,
+        batches: Sequence[ModelCall],
+        policies: Mapping[str, Policy],
+        seed: int,
+    ) -> None:
+        super().__init__(n_jobs)
+        examples = _captured(whole, batches)
+        self._model = self.packed((whole.source, seed, examples))
+        self._batches = [self.packed(call) for call in batches]
+        self._policies, self._seed = policies, seed
+
+    def outcomes(self, runs: Iterable[Run]) -> Iterator[tuple[Run, Outcome]]:
+        """Yield each run with its outcome, in order."""
+        given = self._seed, _Kernels.current()
+        return self.ordered(
+            _work, ((self._model, self._batches[run.batch], self._policies[run.policy], run, *given) for run in runs)
+        )
+
+
+def _captured(whole: RoundedModule, batches: Sequence[ModelCall]) -> list[tuple[ModelCall, str]]:
+    """Return the first batch of each graph of a model, in order, with the digest of the graph."""
+    seen: dict[int, tuple[ModelCall, str]] = {}
+    for call in batches:
+        captured = whole._entry(call.args, call.kwargs).captured
+        if id(captured) not in seen:
+            seen[id(captured)] = call, digest(lines_of_graph(captured.graph))
+    return list(seen.values())
+
+
+def _subject(parts: tuple[Any, int, Sequence[tuple[ModelCall, str]]]) -> _Subject:
+    """Return a model in a worker. Raises FxroundError if its graphs are not those of the caller."""
+    model, seed, examples = parts
+    whole = compile(model, IDENTITY, seed=seed)
+    for call, wanted in examples:
+        whole.prepare(*call.args, **call.kwargs)
+        if digest(lines_of_graph(whole._entry(call.args, call.kwargs).captured.graph)) != wanted:
+            raise FxroundError(
+                f"a worker captured another graph of {type(model).__name__} than this process: the model depends on "
+                "state of this process that is not in the model, such as a global variable or an active autocast. "
+                "Pass n_jobs=1, or put the state into the model"
+            )
+    return _Subject(whole)
+
+
+def _work(model: Packed, batch: Packed, policy: Policy, run: Run, seed: int, kernels: _Kernels) -> tuple[Run, Outcome]:
+    leave_interrupts_to_the_parent()
+    with kernels.active(), torch.random.fork_rng(), torch.no_grad():
+        subject, call = kept("comparison", model, _subject), kept("batch", batch, lambda part: part)
+        outcome = outcome_of(subject.under(policy), run, call, seed)
+        return run, replace(outcome, result=owned(outcome.result))
