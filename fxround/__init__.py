@@ -53,6 +53,7 @@ from fxround.tuning.compare import compare
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.quantize_weights import quantize_weights
 from fxround.tuning.report import QuantizationReport, WeightRounding
+from fxround.tuning.switch import Switch, store_integers
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
@@ -93,6 +94,7 @@ __all__ = [
     "SelftestFailed",
     "SelftestReport",
     "Summary",
+    "Switch",
     "UnsupportedOperator",
     "UnsupportedRounding",
     "VariabilityReport",
@@ -115,6 +117,7 @@ __all__ = [
     "policies",
     "quantize_weights",
     "selftest",
+    "store_integers",
     "table",
     "variability",
 ]
