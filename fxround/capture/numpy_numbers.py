@@ -2,22 +2,30 @@
 
 ``x * np.float64(0.1)`` has the dtype of x: PyTorch takes a scalar of NumPy for a Python number. Dynamo makes a tensor
 of no dimension of it, which takes part in the promotion of dtypes. Here it is a constant, with a guard for its value,
-and what NumPy's functions make of constants alone is computed by NumPy. A truth value of NumPy is a bool.
+and what NumPy's functions make of constants alone is computed by NumPy. A truth value of NumPy is a bool. Since
+torch 2.13 Dynamo refuses arithmetic of such constants; before, their own operators compute it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor, fx
 
 from fxround.errors import CaptureError
 from fxround.graph.site import located
+
+_COMPARISONS: Final = (
+    *((operator.eq, "=="), (operator.ne, "!="), (operator.lt, "<")),
+    *((operator.le, "<="), (operator.gt, ">"), (operator.ge, ">=")),
+)
 
 
 class _Thread(threading.local):
@@ -98,7 +106,7 @@ def _wrap() -> None:
             self.value = value
 
     def as_proxy(self: Any) -> Any:
-        return self.value.item() if _is_real(self.value) else passed(self)
+        return _named(self.value.dtype.type)(self.value.item()) if _is_real(self.value) else passed(self)
 
     def called(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         pure = isinstance(self.value, np.ufunc) or (isinstance(self.value, type) and issubclass(self.value, np.generic))
@@ -118,6 +126,30 @@ def _wrap() -> None:
     )
     for owner, name, function in replaced:
         setattr(owner, name, function)
+
+
+@cache
+def _named(dtype: type) -> Any:
+    """Return a class of Python numbers that has the name of one of NumPy's.
+
+    PyTorch's operators take its objects for numbers. Symbolic sizes refuse arithmetic with them, because NumPy computes
+    with a size in its own dtype; then the model is captured for each size. A comparison with a size is exact for
+    integers and float64, and refused for narrower floats.
+    """
+    kind: Any = float if issubclass(dtype, np.floating) else int
+    exact = kind is int or dtype is np.float64
+
+    def comparing(compare: Any, sign: str) -> Any:
+        def compared(self: Any, other: Any) -> Any:
+            if isinstance(other, torch.SymInt | torch.SymFloat) and not exact:
+                told = type(other).__name__, dtype.__name__
+                raise TypeError("unsupported operand type(s) for {}: {!r} and {!r}".format(sign, *told))
+            return compare(kind(self), other)
+
+        return compared
+
+    own = {f"__{compare.__name__}__": comparing(compare, sign) for compare, sign in _COMPARISONS}
+    return type(dtype.__name__, (kind,), {**own, "__hash__": kind.__hash__})
 
 
 def _is_real(value: Any) -> bool:

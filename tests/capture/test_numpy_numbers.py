@@ -1,5 +1,6 @@
 """Scalars of NumPy are numbers to PyTorch: they leave the dtype of a result as it is."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -96,12 +97,55 @@ class _Attributes(nn.Module):
         return x * (self.first * self.second)
 
 
-def test_arithmetic_of_scalars_in_the_forward_is_refused_with_its_line() -> None:
+def test_arithmetic_of_scalars_in_the_forward_is_refused_with_its_line_or_computed_by_numpy() -> None:
+    model = _Attributes(np.float32(0.1), np.float32(3))
+    compiled = fxround.compile(model, "reproducible")
+    if torch.__version__ < "2.13":  # Dynamo computes it there, by the scalars' own operators
+        for model.first in (np.float32(0.1), np.float32(0.2)):
+            assert torch.equal(compiled(X.double()), model(X.double()))
+        return
     with pytest.raises(CaptureError) as error:
-        fxround.compile(_Attributes(np.float32(0.1), np.float32(3)), "reproducible")(X)
+        compiled(X)
     text = str(error.value)
     assert "x * (self.first * self.second)" in text and "NumPy computes float32 * float32" in text
     assert "in __init__" in text and "compiled region" not in text
+
+
+def _result_or_refusal(compiled: Any, x: Tensor) -> Any:
+    try:
+        return compiled(x)
+    except CaptureError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda size: size * np.float32(0.1),
+        lambda size: np.int8(100) * size,
+        lambda size: size / np.float32(3),
+        lambda size: size ** np.float32(3.1),
+        lambda size: size << np.int8(7),
+        lambda size: math.prod([size, np.float32(0.1)]),
+        lambda size: sum([size, np.float32(0.1)]),
+        lambda size: size + np.float64(0.1),
+        lambda size: 2 if size == np.float32(5) else 3,
+        lambda size: 2 if size <= np.int64(5) else 3,
+        lambda size: 2 if size in (np.int64(5), np.int8(7)) else 3,
+    ],
+)
+def test_arithmetic_of_a_size_is_numpys_or_refused(number: Callable[[Any], Any]) -> None:
+    # NumPy computes in the scalar's dtype, where a size has no digits to spare.
+    compiled, computed = fxround.compile(lambda x: x * number(x.shape[0]), "reproducible"), 0
+    for size in (3, 5, 7):
+        x = torch.arange(float(size), dtype=torch.float64)
+        result = _result_or_refusal(compiled, x)
+        if isinstance(result, CaptureError):
+            assert "NumPy computes" in str(result) and "in __init__" in str(result)
+            continue
+        assert torch.equal(result, x * number(size))
+        computed += 1
+    assert computed in (0, 3)
 
 
 class _Chosen(nn.Module):
