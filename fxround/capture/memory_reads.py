@@ -1,4 +1,6 @@
-"""How the ``as_strided`` of a model depends on the layout of what enters: it reads memory, not elements.
+"""Finds in a graph how its ``as_strided`` depends on the layout of what enters: it reads memory, not elements.
+
+``readings`` keeps what is found here with what else a graph depends on.
 
 A model is traced with dense copies of its arguments. ``as_strided`` of a view of an argument reads the storage of that
 argument, so that a graph is right only for arguments with the strides (and, for an explicit offset, the offset) of the

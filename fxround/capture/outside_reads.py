@@ -1,4 +1,6 @@
-"""Tensors that Dynamo's graph reads from outside: neither state, nor arguments, but attributes, globals, closures.
+"""Prepares tensors that a graph reads from outside: neither state nor arguments, but attributes, globals, closures.
+
+Nothing is noted for guards here, unlike in ``readings``.
 
 AOTAutograd sees their values where it sees wrapped tensors for everything else. A change in place of such a tensor is
 therefore no part of a graph, and one of a tensor that is made of them alone (``self.edges.new_zeros(n, 3)``, of which

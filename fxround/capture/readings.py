@@ -1,6 +1,8 @@
-"""What a trace of Dynamo's reads besides tensors, noted while it reads: sources, flags of PyTorch, strides.
+"""Notes what a graph depends on besides tensors, while Dynamo traces the model: sources, flags of PyTorch, strides.
 
-Dynamo's guards name most of it. Some objects have no guard, and no flag has one of its own.
+``guards`` compiles these notes with Dynamo's own guards, which name most of it: some objects have no guard, and no flag
+has one of its own. The files of other reads serve this one: ``attribute_reads`` is where Dynamo reads an attribute, and
+``memory_reads`` what an ``as_strided`` depends on. ``outside_reads`` is about tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels in NumPy: the formulas of ``kernel`` and ``orders``, one step at a time.
+"""Kernels in NumPy: the formulas of ``kernels.shapes`` and ``numerics.orders``, one step at a time.
 
 Every loop is Python's and every step is ``Function.evaluate``, so this file can be compared with the documentation line
 by line. It is slow, and is what the compiled kernels are tested against. It shares the scalar bodies with them, and

@@ -1,6 +1,8 @@
 """Elementary functions in the scalar IR: straight-line binary64 code with the same bits on every IEEE machine.
 
-``ELEMENTARY`` is the table of functions: each has a definition and a row in its family's file, and nothing else.
+``ELEMENTARY`` is the table of functions: each has a definition and a row in its family's file. ``EXTENDED`` gives
+some of them, by name, a second definition in pairs (``extended``). ATen's name of a function of one argument is taken
+from its row; a function of two arguments needs rows of ``_BINARY`` in ``operators.rules``, one for each overload.
 A definition returns an ``Approximation``, the value as an unevaluated sum of two binary64 numbers. It uses IEEE
 + - * / sqrt fma, integer operations and selects, and in ``single`` tables of constants; it never calls a libm. For
 example: ``ELEMENTARY["exp"].build(param("x", "f64"))``.
