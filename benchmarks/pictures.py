@@ -23,7 +23,7 @@ import fxround
 from fxround import demo
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.specification.exact import round_exact
-from fxround.passes import PIPELINE
+from fxround.passes import LOWERING
 from fxround.significance.report import plots
 from fxround.significance.report.drawing import drawing
 from fxround.views.graph_views import STATUS_COLOURS, drawn, to_networkx
@@ -56,7 +56,7 @@ ROOMS = {
     "capture": ("code", "capture", "Dynamo and AOTAutograd"),
     "operators": ("code", "operators", "formulas of composites"),
     "aten": ("data", "captured graph", "one graph of ATen operators"),
-    "passes": ("code", "passes", f"{len(PIPELINE)} passes, each verified"),
+    "passes": ("code", "passes", f"{len(LOWERING)} passes, each verified"),
     "lowered": ("data", "lowered graph", "every rounding is a text"),
     "views": ("code", "views", "summary, coverage, drawing"),
     "optimizations": ("code", "optimizations", "choose, hoist, fuse"),

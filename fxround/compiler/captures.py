@@ -239,4 +239,4 @@ class Captures:
     def _lowered(self, pipeline: Pipeline, captured: Captured) -> Entry:
         dtypes = {str(number): dtype for number, dtype in captured.numbers.items()}
         owners = tuple(owner_of(self.source, port, dtypes.get(port.name)) for port in captured.entering)
-        return pipeline.program(captured, owners, self.delayed)
+        return pipeline.entry(captured, owners, self.delayed)

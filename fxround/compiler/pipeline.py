@@ -98,10 +98,10 @@ class Pipeline:
     def receive(
         self, graph: fx.GraphModule, inputs: Sequence[Any], state: DelayedState | None = None
     ) -> tuple[Entry, nn.Module | None]:
-        """Return the program of a graph that Dynamo passes to a backend, and the model; None for a function."""
+        """Return the entry of a graph that Dynamo passes to a backend, and the model; None for a function."""
         with self._loops():
             captured, owners, model = received(graph, inputs, self._formulas(), self.policy.treats_gradients)
-        return self.program(captured, owners, state), model
+        return self.entry(captured, owners, state), model
 
     def differentiate(
         self, graph: fx.GraphModule, gradients: Sequence[int], wanted: Collection[int], shapes: Sequence[Any] | None
@@ -127,14 +127,14 @@ class Pipeline:
 
     @uncollected()
     @forgotten_sources()
-    def program(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None = None) -> Entry:
+    def entry(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None = None) -> Entry:
         """Return a captured graph, ready to run; state: of delayed scales. Raises what ``lower`` raises."""
         try:
-            return self._program(captured, owners, state)
+            return self._entry(captured, owners, state)
         finally:
             forget_computed(captured.graph)
 
-    def _program(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None) -> Entry:
+    def _entry(self, captured: Captured, owners: tuple[Owner, ...], state: DelayedState | None) -> Entry:
         lowered = lower(captured.graph, Plan(self.policy, self.strict))
         step, delayed = self._step(captured, lowered), delayed_scales(lowered)
         if state is None:

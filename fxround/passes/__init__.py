@@ -1,6 +1,6 @@
 """The pipeline of passes, from a captured graph and a policy to a graph of explicitly rounded operations.
 
-``PIPELINE`` gives the order. A pass is a function that changes the graph in place, and the graph is verified after
+``LOWERING`` gives the order. A pass is a function that changes the graph in place, and the graph is verified after
 each. For example, ``aten.mm`` and ``aten.add`` become
 ``fxround.matmul(x, w, "binary32/nearest_even/inf", ...)`` and ``fxround.pointwise([mm, b], ...)``. Under the identity
 policy no operator changes except in its layout, so the lowered graph gives the bits of the captured graph.
@@ -38,7 +38,7 @@ from fxround.passes.rounding_gradients import treat_gradients
 from fxround.passes.scaled_results import round_scaled_results
 from fxround.passes.verify import verify, verify_accounted
 
-PIPELINE: Final[tuple[Pass, ...]] = (
+LOWERING: Final[tuple[Pass, ...]] = (
     normalize,
     classify,
     assign,
@@ -94,7 +94,7 @@ def lower(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     own_bodies(lowered)
     for part in graphs_of(lowered):
         settle(part)
-    for step in PIPELINE:
+    for step in LOWERING:
         for part in (lowered,) if step in _OF_ALL else _outer_first(lowered):
             step(part, plan)
         for part in graphs_of(lowered):
@@ -131,4 +131,4 @@ def _is_made(node: fx.Node) -> bool:
     return isinstance(call, Fused) or (call is not None and call.program.endswith(f"@ {EXACT}"))
 
 
-__all__ = ["PIPELINE", "Plan", "lower", "optimize"]
+__all__ = ["LOWERING", "Plan", "lower", "optimize"]

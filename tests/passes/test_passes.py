@@ -18,7 +18,7 @@ from fxround.graph.dialect import CALLS, Pointwise, read
 from fxround.graph.site import META, Site, site
 from fxround.graph.values import settle
 from fxround.operators.formulas import decompositions
-from fxround.passes import PIPELINE, Plan, lower
+from fxround.passes import LOWERING, Plan, lower
 from fxround.passes.verify import verify, verify_accounted
 from fxround.policy import Policy, Rule
 
@@ -49,7 +49,7 @@ def sites(graph: fx.GraphModule) -> dict[str, Site]:
 def after(graph: fx.GraphModule, last: str, policy: Any = "stochastic") -> fx.GraphModule:
     """The graph after the passes up to ``last``."""
     settle(graph)
-    for step in PIPELINE:
+    for step in LOWERING:
         step(graph, Plan(Policy.parse(policy), False))
         verify(graph, step.__name__)
         if step.__name__ == last:
