@@ -18,9 +18,7 @@ def demo(run: Demo, folder: Path) -> None:
     console = require("rich.console", "report").Console(highlight=False)
     seconds = run.seconds
     console.print()
-    console.print(
-        f"[bold]fxround demo[/]  policy [bold cyan]{run.policy}[/], {run.samples} samples, seed {run.seed}"
-    )
+    console.print(f"[bold]fxround demo[/]  policy [bold cyan]{run.policy}[/], {run.samples} samples, seed {run.seed}")
     console.print(
         f"A CNN of {run.parameters:,} parameters learned {run.trained_on:,} digits with stock PyTorch in "
         f"{seconds['training']:.1f} s;\n"

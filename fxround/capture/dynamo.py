@@ -32,7 +32,7 @@ from fxround.capture.numpy_numbers import numpy_numbers, refuse_numpy_numbers
 from fxround.capture.python_gaps import python_gaps, unmoved_generator
 from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
-from fxround.capture.torch_private import derivatives, find_builtins, separate_sizes
+from fxround.capture.torch_private import derivatives, find_builtins, own_graphs, separate_sizes
 from fxround.capture.traced_aliases import computed_views
 from fxround.errors import CaptureError
 from fxround.graph.site import Port
@@ -167,7 +167,22 @@ def is_of_a_trace() -> bool:
 GRAPHS: Final = 64
 ADVICE: Final = "a number that the model reads may change with every call; pass it as a tensor"
 # PyTorch also limits the graphs of all models of the same code, since the process began: there is no such limit here.
+# Until torch 2.12 it has no other limit than those.
 _GRAPHS_OF_CODE: Final = 1 << 40
+
+
+def too_many_graphs(model: nn.Module) -> CaptureError:
+    """Return the error for a model that would need more than ``GRAPHS`` graphs."""
+    return CaptureError(
+        f"{type(model).__name__} has {GRAPHS} graphs already, and would need another one: {ADVICE}. "
+        "captures() has the reason of each graph."
+    )
+
+
+def refuse_more_graphs(model: nn.Module, graphs: int) -> None:
+    """Raise CaptureError if the model has too many graphs and PyTorch does not count them for each model."""
+    if graphs >= GRAPHS and not own_graphs():
+        raise too_many_graphs(model)
 
 
 @contextlib.contextmanager
@@ -187,18 +202,16 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         specialize_float=True,
         allow_unspec_int_on_nn_module=symbolic,
         skip_nnmodule_hook_guards=False,
-        recompile_limit=GRAPHS,
+        recompile_limit=GRAPHS if own_graphs() else _GRAPHS_OF_CODE,
         accumulated_recompile_limit=_GRAPHS_OF_CODE,
+        use_recursive_dict_tags_for_guards=False,  # as for the guards of a capture
         suppress_errors=False,
     )
     with settings, separate_sizes(), logging_while_traced(), python_gaps(), numpy_numbers():
         try:
             yield
         except exc.FailOnRecompileLimitHit as error:
-            raise CaptureError(
-                f"{type(model).__name__} has {GRAPHS} graphs already, and would need another one: {ADVICE}. "
-                "captures() has the reason of each graph."
-            ) from error
+            raise too_many_graphs(model) from error
         except exc.TorchDynamoException as error:
             raise explained(model, error, called_with(args, kwargs)) from error
 

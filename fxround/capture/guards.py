@@ -424,7 +424,11 @@ def _checker(
     noted.torch_function_mode_stack = _get_current_function_mode_stack()
     noted.skip_guards_check = True
     with config.patch(
-        guard_nn_modules=True, skip_nnmodule_hook_guards=False, use_lamba_guard_for_object_aliasing=False
+        guard_nn_modules=True,
+        skip_nnmodule_hook_guards=False,
+        use_lamba_guard_for_object_aliasing=False,
+        # The default of torch 2.11 evaluates no guard on a module whose dicts are as they were.
+        use_recursive_dict_tags_for_guards=False,
     ):
         try:
             return Checker(code, noted)

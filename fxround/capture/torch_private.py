@@ -397,11 +397,12 @@ def traced_frame() -> tuple[str, torch.nn.Module | None]:
     return tracer.f_code.co_name, next(modules, None)
 
 
+@functools.cache
 def own_graphs() -> dict[str, Any]:
     """Return the option of ``torch.compile`` by which each of its results has graphs of its own.
 
     Otherwise all functions of the same code share their graphs and the limit of their number, as all models of
-    transformers do. PyTorch 2.13 has this option.
+    transformers do. torch 2.13 and later have this option.
     """
     name = "isolate_recompiles"
     return {name: True} if name in inspect.signature(torch.compile).parameters else {}

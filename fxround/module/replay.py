@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import fx, nn
 
-from fxround.capture.dynamo import replaying, unmark
+from fxround.capture.dynamo import refuse_more_graphs, replaying, unmark
 from fxround.capture.numpy_numbers import refuse_numpy_numbers
 from fxround.capture.refusals import called_with
 from fxround.capture.replayed_guards import watch_more
@@ -125,6 +125,7 @@ class Replay:
     def receive(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Lower a new graph and return its number."""
         host, gradients = self.living, torch.is_grad_enabled()
+        refuse_more_graphs(host.source, len(self.entries))
         watch_more(host.source)
         unmark(host.source)
         refuse_numpy_numbers(graph)
