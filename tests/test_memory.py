@@ -152,6 +152,10 @@ def _perturbed(_: Path) -> None:
         model(torch.rand(3, 4))
 
 
+def _compared(_: Path) -> None:
+    fxround.compare(_layers().eval(), torch.rand(3, 4), ["bfloat16", "int8", "mxfp8"])
+
+
 def _left_of_traces() -> dict[str, int]:
     """Return how many objects and names of the process traces have left."""
     gc.collect()
@@ -168,7 +172,10 @@ def _left_of_traces() -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "use",
-    [_evaluated, _trained, _differentiated_twice, _called_with_numbers, _refused, _exported_and_loaded, _perturbed],
+    [
+        *(_evaluated, _trained, _differentiated_twice, _called_with_numbers, _refused),
+        *(_exported_and_loaded, _perturbed, _compared),
+    ],
 )
 def test_a_dropped_model_takes_its_traces_along(use: Callable[[Path], None], tmp_path: Path) -> None:
     use(tmp_path)

@@ -12,13 +12,16 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxround.graph.values import fake_mode, forget_values
+
+# The graphs to forget at the end of ``computed_once``, by thread.
+_LATER: Final = threading.local()
 
 
 @contextlib.contextmanager
@@ -45,8 +48,30 @@ def forgotten_environments() -> Iterator[None]:
             _clear_caches()
 
 
+@contextlib.contextmanager
+def computed_once() -> Iterator[None]:
+    """Keep what is computed with the fake values of graphs until this block ends, for several lowerings of one graph.
+
+    It belongs to one thread. What ``forget_computed`` is asked to forget in the block is forgotten at its end.
+    """
+    if getattr(_LATER, "graphs", None) is not None:
+        yield
+        return
+    _LATER.graphs = {}
+    try:
+        yield
+    finally:
+        graphs, _LATER.graphs = _LATER.graphs, None
+        for graph in graphs.values():
+            forget_computed(graph)
+
+
 def forget_computed(graph: fx.GraphModule) -> None:
     """Forget what was computed with the fake values of a graph, which computing with them again gives."""
+    later = getattr(_LATER, "graphs", None)
+    if later is not None:
+        later[id(graph)] = graph
+        return
     mode = fake_mode(graph)
     forget_values(mode)
     _forget_results(mode.shape_env)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
-from contextlib import nullcontext
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxround.graph.dialect import CALLS
+from fxround.graph.dialect.call import shared
 from fxround.graph.dialect.loops import is_loop
 
 _SETTLED: Final = "fxround_settled"
@@ -82,7 +82,7 @@ def evaluate(graph: fx.GraphModule, node: fx.Node) -> None:
         call = None if kwargs else CALLS.get(target)
         # As in a capture: PyTorch's C++ kernels of some operators, such as padding, would replace a symbolic size by
         # the number that it stands for, or fail.
-        with mode, enable_python_dispatcher() if call is None else nullcontext():
+        with mode, enable_python_dispatcher() if call is None else shared(known.empty):
             # What the dispatcher would call for an operator of the dialect, without the dispatcher.
             value = target(*args, **kwargs) if call is None else call.of(args).fake()
         if free_unbacked_symbols(value):
@@ -104,11 +104,13 @@ class _Known:
     numbers     of fake values that were operands, by description: equal values have one number
     owners      the number of each of these objects, which is kept so that no other object gets its id
     values      by operator and numbers of operands
+    empty       results of the dialect's calls, by dtype, device and sizes
     """
 
     numbers: dict[Any, int] = field(default_factory=dict)
     owners: dict[int, tuple[Any, int]] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
+    empty: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def key(self, node: fx.Node) -> Any:
         """Return what the fake value of a node depends on; the number of a node is not a part of it."""
@@ -149,6 +151,17 @@ def outputs_of(graph: fx.GraphModule) -> list[Any]:
     """Return what the graph returns as a list, whether it returns one value or several."""
     returned: Any = graph.graph.output_node().args[0]
     return list(returned) if isinstance(returned, list | tuple) else [returned]
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Return a copy of a node at the end of another graph. made: the copies of what the node reads.
+
+    Arguments are set after the node is made: PyTorch looks through those of a new node for symbolic numbers.
+    """
+    new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    new.args, new.kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+    new.meta = dict(node.meta)
+    return new
 
 
 def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:

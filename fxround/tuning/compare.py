@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fxround.atomic_files import write_file
+from fxround.capture.leftovers import computed_once
 from fxround.compiler.signature import require_module
 from fxround.errors import shown
 from fxround.module import compile
@@ -163,11 +164,12 @@ class _Comparison:
     def lower(self) -> None:
         """Lower the model by each policy that the file does not have, so that a wrong one is an error at once."""
         first = self.batches[0]
-        for name, policy in self.chosen.items():
-            if self._known(name) is None:
-                compiled = self.whole.with_policy(policy)
-                entry = compiled._entry(first.args, first.kwargs)
-                self.waiting[name] = compiled, costs_of(entry.lowered)
+        with computed_once():
+            for name, policy in self.chosen.items():
+                if self._known(name) is None:
+                    compiled = self.whole.with_policy(policy)
+                    entry = compiled._entry(first.args, first.kwargs)
+                    self.waiting[name] = compiled, costs_of(entry.lowered)
 
     @property
     def steps(self) -> int:

@@ -60,7 +60,7 @@ def said_of(raised: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class _Kernels:
+class Kernels:
     """The settings of a process on which the bits of stock kernels depend."""
 
     threads: int
@@ -70,8 +70,9 @@ class _Kernels:
     dtype: torch.dtype
 
     @staticmethod
-    def current() -> _Kernels:
-        return _Kernels(
+    def current() -> Kernels:
+        """Return the settings of this process."""
+        return Kernels(
             torch.get_num_threads(),
             torch.get_float32_matmul_precision(),
             bool(torch.backends.mkldnn.enabled),
@@ -80,6 +81,7 @@ class _Kernels:
         )
 
     def set(self) -> None:
+        """Give this process these settings."""
         torch.set_num_threads(self.threads)
         torch.set_float32_matmul_precision(self.precision)
         torch.backends.mkldnn.set_flags(_enabled=self.mkldnn)
@@ -89,7 +91,7 @@ class _Kernels:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Have these settings in a block. Threads of one process have them already, and change nothing."""
-        before = _Kernels.current()
+        before = Kernels.current()
         if before == self:
             yield
             return
@@ -135,7 +137,7 @@ class Shared(Pool):
 
     def outcomes(self, runs: Iterable[Run]) -> Iterator[tuple[Run, Outcome]]:
         """Yield each run with its outcome, in order."""
-        given = self._seed, _Kernels.current()
+        given = self._seed, Kernels.current()
         return self.ordered(
             _work, ((self._model, self._batches[run.batch], self._policies[run.policy], run, *given) for run in runs)
         )
@@ -166,7 +168,7 @@ def _subject(parts: tuple[Any, int, Sequence[tuple[ModelCall, str]]]) -> _Subjec
     return _Subject(whole)
 
 
-def _work(model: Packed, batch: Packed, policy: Policy, run: Run, seed: int, kernels: _Kernels) -> tuple[Run, Outcome]:
+def _work(model: Packed, batch: Packed, policy: Policy, run: Run, seed: int, kernels: Kernels) -> tuple[Run, Outcome]:
     leave_interrupts_to_the_parent()
     with kernels.active(), torch.random.fork_rng(), torch.no_grad():
         subject, call = kept("comparison", model, _subject), kept("batch", batch, lambda part: part)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import fxround
 from fxround.capture import capture
 from fxround.graph.dialect import CALLS, Fused, Pointwise
-from fxround.graph.values import evaluate, fake_mode
+from fxround.graph.values import copy_node, evaluate, fake_mode
 from fxround.operators.formulas import decompositions
 from fxround.passes import Plan, lower
 from fxround.policy import Policy
@@ -52,6 +52,31 @@ def values(target: Any, *calls: tuple[Any, ...]) -> list[Any]:
     for node in made:
         evaluate(module, node)
     return [node.meta["val"] for node in made]
+
+
+def test_results_of_one_dtype_and_size_are_one_value_where_a_graph_is_lowered_alone() -> None:
+    other = ADD.replace("add", "mul")
+    calls = [(["x"], ADD, torch.float32, "rng", 1), (["x"], other, torch.float32, "rng", 2)]
+    further = [(["x"], other, torch.float64, "rng", 2), (["y"], other, torch.float32, "rng", 2)]
+    one, same, wide, of_columns = values(Pointwise.overload, *calls, *further)
+    assert one is same is of_columns and described(one) == ["torch.float32 (3, 4) ((4, 1), 0) cpu"]
+    assert described(wide) == ["torch.float64 (3, 4) ((4, 1), 0) cpu"]
+    with FakeTensorMode():
+        x, rng = torch.ones(3, 4), torch.zeros(2, dtype=torch.int64)
+        traced = [Pointwise.overload([x], text, torch.float32, rng, 1) for text in (ADD, other)]
+    assert traced[0] is not traced[1]  # PyTorch writes to the results of its own traces
+
+
+def test_a_copied_node_is_the_node_over_other_operands() -> None:
+    graph, other = fx.Graph(), fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(aten.cat.default, ([x, x],), {"dim": 1}, name="whole")
+    node.meta = {"val": 3}
+    made = {x: copy_node(other, x, {})}
+    copied = copy_node(other, node, made)
+    assert (copied.name, copied.target, copied.meta) == ("whole", aten.cat.default, {"val": 3})
+    assert copied.args == ([made[x], made[x]],) and copied.kwargs == {"dim": 1} and copied.graph is other
+    assert copied.meta is not node.meta and list(made[x].users) == [copied] and list(x.users) == [node]
 
 
 def test_equal_calls_share_a_value_and_others_do_not() -> None:

@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fxround
 from fxround import Policy, PolicyError, Rule, demo
+from fxround.capture.leftovers import computed_once
 from fxround.compiler.pipeline import Pipeline
+from fxround.graph.dialect import Pointwise
 from fxround.module.rounded_module import RoundedModule
 from fxround.numerics.formats.scaled import ScaledRounding, short_name
 from fxround.significance.inputs import ModelCall
@@ -92,6 +94,21 @@ def test_one_capture_serves_all_policies(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Pipeline, "capture", lambda *args: captured.append(1) or capture(*args))
     fxround.compare(mlp(), batches(), ["bfloat16", "int8", "nvfp4", "mxfp4", "fp8", "e4m3fn", "stochastic"], samples=2)
     assert len(captured) == 1
+
+
+def test_policies_that_are_lowered_together_are_lowered_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    fake: Callable[..., Any] = Pointwise.fake
+    monkeypatch.setattr(Pointwise, "fake", lambda self: computed.append(1) or fake(self))
+    whole = fxround.compile(mlp(), "identity")
+    with torch.no_grad():
+        whole.prepare(batches()[0][0])
+    names = ["int8", "nvfp4", "bfloat16", "int8"]
+    alone = [str(whole.with_policy(name).graph.graph) for name in names]
+    apart = len(computed)
+    with computed_once():
+        together = [str(whole.with_policy(name).graph.graph) for name in names]
+    assert together == alone and apart < len(computed) < 2 * apart
 
 
 def test_the_model_its_buffers_and_generators_stay_as_they_were() -> None:
@@ -355,11 +372,11 @@ def test_a_worker_that_captures_another_graph_refuses(monkeypatch: pytest.Monkey
 
 
 def test_workers_have_the_settings_of_the_caller() -> None:
-    before = comparison_runs._Kernels.current()
+    before = comparison_runs.Kernels.current()
     other = replace(before, threads=before.threads + 1, precision="high", mkldnn=not before.mkldnn, dtype=torch.float64)
     with other.active():
-        assert comparison_runs._Kernels.current() == other != before
-    assert comparison_runs._Kernels.current() == before
+        assert comparison_runs.Kernels.current() == other != before
+    assert comparison_runs.Kernels.current() == before
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fxround.graph.dialect.call import Call, T, operator
+from fxround.graph.dialect.call import Call, T, empty, operator
 from fxround.graph.geometry import differ
 from fxround.numerics.formats.hadamard import Hadamard
 from fxround.numerics.formats.storage import Storage
@@ -52,7 +52,7 @@ class BlockFigure(BlockCall[T]):
     def fake(self: BlockFigure[Tensor]) -> Tensor:
         """Return a tensor with an element for each block."""
         self.loads()
-        return self.x.new_empty(self.blocks())
+        return empty(self.x, self.blocks())
 
 
 @operator("block_maximum")
@@ -102,7 +102,7 @@ class BlockExpand(BlockCall[T]):
     def fake(self: BlockExpand[Tensor]) -> Tensor:
         """Return a tensor of the scales' dtype."""
         self.loads()
-        return self.scales.new_empty(self.size())
+        return empty(self.scales, self.size())
 
 
 @operator("hadamard")
@@ -126,7 +126,7 @@ class HadamardTransform(Call[T]):
         """Return a tensor of x's shape."""
         self.loads()
         self.require()
-        return self.x.new_empty(self.x.shape)
+        return empty(self.x, self.x.shape)
 
     def require(self: HadamardTransform[Tensor]) -> None:
         """Raise IndexError for a dimension that x lacks, ValueError for a size without a matrix."""

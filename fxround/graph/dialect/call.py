@@ -8,8 +8,10 @@ tensors in place of nodes. An argument is therefore named in one place, and its 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Generic, Literal, Self, TypeVar, cast, get_type_hints
 
@@ -22,6 +24,9 @@ from fxround.numerics.formats.storage import Storage
 
 NAMESPACE: Final = "fxround"
 LIBRARY: Final = torch.library.Library(NAMESPACE, "DEF")
+
+# The fake results that calls share, by thread.
+_SHARED: Final = threading.local()
 
 # fx.Node in a graph, Tensor where the operator runs.
 T = TypeVar("T")
@@ -157,6 +162,29 @@ def read(node: fx.Node) -> Call[fx.Node] | None:
 def value_of(x: Any) -> Tensor:
     """Return the fake value of a node; a tensor is its own."""
     return cast(Tensor, x.meta["val"]) if isinstance(x, fx.Node) else cast(Tensor, x)
+
+
+def empty(like: Tensor, size: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of this size for ``Call.fake``; dtype: None for that of ``like``."""
+    known: dict[Any, Tensor] | None = getattr(_SHARED, "known", None)
+    if known is None:
+        return like.new_empty(size, dtype=dtype)
+    # The hash of a symbolic size itself would make its present number a condition of the graph.
+    sizes = [s.node.expr if isinstance(s, torch.SymInt) else s for s in size]
+    key = (dtype or like.dtype, like.device, *sizes)
+    if key not in known:
+        known[key] = like.new_empty(size, dtype=dtype)
+    return known[key]
+
+
+@contextmanager
+def shared(known: dict[Any, Tensor]) -> Iterator[None]:
+    """Let calls of equal dtypes and sizes have one fake result in this block. known: those of a fake mode so far."""
+    _SHARED.known = known
+    try:
+        yield
+    finally:
+        _SHARED.known = None
 
 
 def require_state(rng: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect.call import Call, T, operator, require_state
+from fxround.graph.dialect.call import Call, T, empty, operator, require_state
 from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype, surely
 from fxround.kernels import from_text
 from fxround.kernels.shapes import Contract
@@ -84,7 +84,7 @@ class Matmul(ContractionCall[T]):
         """Return a tensor [..., M, N]."""
         require_product(self.a.shape, self.b.shape, (self.a.dtype, self.b.dtype))
         self.require()
-        return self.a.new_empty([*self.a.shape[:-1], self.b.shape[-1]])
+        return empty(self.a, [*self.a.shape[:-1], self.b.shape[-1]])
 
 
 @operator("convolution", aten=("convolution.default",))
@@ -107,7 +107,7 @@ class Convolution(ContractionCall[T]):
         require_one_dtype("convolution", self.x.dtype, self.w.dtype)
         size = self.geometry.result_size(self.x.shape, self.w.shape)
         self.require()
-        return self.x.new_empty(size)
+        return empty(self.x, size)
 
 
 @operator("convolution_input_gradient")
@@ -131,7 +131,7 @@ class ConvolutionInputGradient(ContractionCall[T]):
         require_one_dtype("convolution's gradient", self.grad.dtype, self.w.dtype)
         self.geometry.require_gradient(self.grad.shape, self.size, self.w.shape)
         self.require()
-        return self.grad.new_empty(list(self.size))
+        return empty(self.grad, list(self.size))
 
 
 @operator("convolution_weight_gradient")
@@ -155,4 +155,4 @@ class ConvolutionWeightGradient(ContractionCall[T]):
         require_one_dtype("convolution's gradient", self.grad.dtype, self.x.dtype)
         self.geometry.require_gradient(self.grad.shape, self.x.shape, self.size)
         self.require()
-        return self.grad.new_empty(list(self.size))
+        return empty(self.grad, list(self.size))

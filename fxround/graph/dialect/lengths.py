@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fxround.graph.dialect.call import Call, T, operator
+from fxround.graph.dialect.call import Call, T, empty, operator
 from fxround.numerics.formats.storage import Storage
 
 
@@ -32,4 +32,4 @@ class PackedLengths(Call[T]):
         """Return lengths without values."""
         if not self.padded.dim():
             raise ValueError("packed_lengths: a padded tensor without dimensions")
-        return self.lengths.new_empty(self.lengths.shape)
+        return empty(self.lengths, self.lengths.shape)

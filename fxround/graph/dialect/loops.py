@@ -19,7 +19,7 @@ import torch
 import torch._higher_order_ops
 from torch import Tensor, fx
 
-from fxround.graph.dialect.call import Call, T, operator, require_state
+from fxround.graph.dialect.call import Call, T, empty, operator, require_state
 from fxround.numerics.formats.storage import Storage
 
 SCAN: Final[Any] = torch.ops.higher_order.scan
@@ -56,7 +56,7 @@ class Iterations(Call[T]):
         require_state(self.rng)
         if self.counters.dtype != torch.int64:
             raise TypeError(f"iterations: counters of {self.counters.dtype}; expected int64")
-        return self.rng.new_empty([*self.counters.shape, 2])
+        return empty(self.rng, [*self.counters.shape, 2])
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxround.errors import shown
-from fxround.graph.dialect.call import Call, T, operator, read, require_state, value_of
+from fxround.graph.dialect.call import Call, T, empty, operator, read, require_state, value_of
 from fxround.graph.dtypes import LOADS, dtype_of, result_storage, stored_as
 from fxround.graph.geometry import broadcast
 from fxround.kernels import from_text
@@ -75,7 +75,7 @@ class Pointwise(ProgramCall[T]):
         """Return a tensor of the shape to which the operands broadcast."""
         self.kernel(self.loads())
         require_state(self.rng)
-        return self.xs[0].new_empty(broadcast("pointwise", *(x.shape for x in self.xs)), dtype=self.dtype)
+        return empty(self.xs[0], broadcast("pointwise", *(x.shape for x in self.xs)), dtype=self.dtype)
 
 
 @operator("fused", returns="Tensor[]")
@@ -113,7 +113,7 @@ class Fused(ProgramCall[T]):
         self.kernel(self.loads())
         require_state(self.rng)
         shape = broadcast("fused", *(x.shape for x in self.xs))
-        return [self.xs[0].new_empty(shape, dtype=dtype_of(storage)) for storage in self.results]
+        return [empty(self.xs[0], shape, dtype=dtype_of(storage)) for storage in self.results]
 
 
 POINTWISE: Final = Pointwise.overload

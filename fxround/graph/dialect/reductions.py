@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from fxround.graph.dialect.call import Call, T, operator, require_state
+from fxround.graph.dialect.call import Call, T, empty, operator, require_state
 from fxround.kernels import from_text
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel
 from fxround.kernels.shapes import Exact, Reduce, Scan
@@ -82,7 +82,7 @@ class ReductionCall(ChainCall[T]):
         """Return a tensor without the reduced dimensions, or with size 1 in each."""
         self.kernel(self.loads())
         require_state(self.rng)
-        return self.x.new_empty(self.size())
+        return empty(self.x, self.size())
 
 
 @operator("sum", aten=("sum.default", "sum.dim_IntList"))
@@ -142,7 +142,7 @@ class ScanCall(ChainCall[T]):
         self.kernel(self.loads())
         dims_of(self.x, [self.dim])
         require_state(self.rng)
-        return self.x.new_empty(self.x.shape)
+        return empty(self.x, self.x.shape)
 
 
 @operator("cumsum", aten=("cumsum.default",))

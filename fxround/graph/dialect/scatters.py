@@ -13,7 +13,7 @@ from typing import ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect.call import Call, T, operator, require_state, value_of
+from fxround.graph.dialect.call import Call, T, empty, operator, require_state, value_of
 from fxround.graph.dtypes import stored_as
 from fxround.graph.geometry import differ, require_one_dtype, surely
 from fxround.kernels import from_text
@@ -63,7 +63,7 @@ class ScatterCall(Call[T]):
         self.kernel(self.loads())
         self.require()
         require_state(self.rng)
-        return self.x.new_empty(self.x.shape)
+        return empty(self.x, self.x.shape)
 
 
 @operator("scatter_add", aten=("scatter_add.default",))

@@ -22,7 +22,7 @@ from fxround.graph.dialect import Pointwise
 from fxround.graph.dtypes import literal
 from fxround.graph.geometry import surely
 from fxround.graph.site import float_value, site
-from fxround.graph.values import module_of
+from fxround.graph.values import copy_node, module_of
 from fxround.operators.rules import argument
 from fxround.passes.rewrite import become, drop_dead, rng_of
 
@@ -58,7 +58,7 @@ def choose(graph: fx.GraphModule) -> fx.GraphModule:
     copied = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        made[node] = copied.node_copy(node, lambda used: made[used])
+        made[node] = copy_node(copied, node, made)
     chosen = module_of(graph, copied)
     rounded = {node for node in chosen.graph.nodes if (place := site(node)) and place.status == "rounded"}
     if not rounded:

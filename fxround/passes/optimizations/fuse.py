@@ -24,7 +24,7 @@ from fxround.graph.dialect import Fused, Pointwise, read_map
 from fxround.graph.dtypes import STORAGES, literal
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import META, float_value, site
-from fxround.graph.values import module_of
+from fxround.graph.values import copy_node, module_of
 from fxround.kernels import from_text
 from fxround.kernels.maps import draws, map_kernel
 from fxround.kernels.program import Program
@@ -89,7 +89,7 @@ def fuse(graph: fx.GraphModule) -> fx.GraphModule:
             _emit(graph, fused, chain, made)
             continue
         for node in unit.nodes:
-            made[node] = fused.node_copy(node, lambda used: made[used])
+            made[node] = copy_node(fused, node, made)
     return module_of(graph, fused)
 
 

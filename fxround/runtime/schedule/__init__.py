@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from fxround.graph.values import copy_node
 from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
 from fxround.runtime.schedule.epilogues import join_epilogues
@@ -82,7 +83,7 @@ def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], be
         if node.op not in ("placeholder", "get_attr") and not begun:
             direct.call_function(buffers.begin)
             begun = True
-        made[node] = direct.node_copy(node, lambda used: made[used])
+        made[node] = copy_node(direct, node, made)
         if node.target in KERNELS:
             made[node].target = KERNELS[node.target]
         if dead.get(node):

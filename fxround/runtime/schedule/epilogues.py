@@ -29,6 +29,7 @@ from torch import Tensor, fx
 from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, Matmul, Pointwise, read, read_map
 from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
+from fxround.graph.values import copy_node
 from fxround.kernels.shapes import Map
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime import buffers
@@ -340,7 +341,7 @@ def _operands(
     inside = fx.Graph()
     made = {node: inside.placeholder(node.name) for node in (contraction, *inputs)}
     for view in views:
-        made[view] = inside.node_copy(view, lambda used: made[used])
+        made[view] = copy_node(inside, view, made)
     inside.output([made[node] for node in operands])
     return fx.GraphModule(graph, inside).forward
 

@@ -19,7 +19,7 @@ from fxround.graph.dialect import Call, Fused, ProgramCall
 from fxround.graph.dtypes import LOADS
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
-from fxround.graph.values import module_of
+from fxround.graph.values import copy_node, module_of
 from fxround.kernels.shapes import Map
 from fxround.runtime.draw import NO_KEY, Draw
 
@@ -38,11 +38,14 @@ def grouped(
     build: Callable[[Unit, Sequence[fx.Node]], nn.Module | None],
     name: str,
 ) -> fx.GraphModule:
-    """A graph in which units are modules.
+    """A graph in which units are modules; the graph itself if no two nodes are one unit.
 
     ``joins`` says whether two units may be one; ``build`` makes the module of a unit from the unit and the nodes that
     it reads, in order, or returns None to leave the unit as it is.
     """
+    units = merged(graph.graph, joins)
+    if len(set(units.values())) == len(units):
+        return graph
     made: dict[fx.Node, fx.Node] = {}
     parts: dict[str, Any] = {
         str(node.target): operator.attrgetter(str(node.target))(graph)
@@ -50,13 +53,13 @@ def grouped(
         if node.op in ("get_attr", "call_module")
     }
     outer = fx.Graph()
-    for unit in in_order(merged(graph.graph, joins)):
+    for unit in in_order(units):
         used = unit.inputs() if len(unit.nodes) > 1 else set()
         inputs = [node for node in graph.graph.nodes if node in used] if used else []
         module = build(unit, inputs) if inputs else None
         if module is None:
             for node in unit.nodes:
-                made[node] = outer.node_copy(node, lambda used: made[used])
+                made[node] = copy_node(outer, node, made)
             continue
         target = f"{name}_{sum(n.op == 'call_module' for n in outer.nodes)}"
         parts[target] = module
@@ -72,7 +75,7 @@ def subgraph(graph: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[f
     own, inside = set(nodes), fx.Graph()
     made = {node: inside.placeholder(node.name) for node in inputs}
     for node in nodes:
-        made[node] = inside.node_copy(node, lambda used: made[used])
+        made[node] = copy_node(inside, node, made)
     inside.output([made[n] for n in nodes if any(user not in own for user in n.users)])
     return module_of(graph, inside)
 
