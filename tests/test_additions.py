@@ -427,9 +427,9 @@ def run(arguments):
             Insertion(
                 "cli/__init__.py",
                 "from fxround.cli.digits import add_digits\n",
-                after="from fxround.cli.arguments import POLICY, add_device, add_model, put, said\n",
+                after="from fxround.cli.describe import add_describe\n",
             ),
-            Insertion("cli/__init__.py", "    add_digits(commands)\n", after="    add_invariance(commands, _loaded)\n"),
+            Insertion("cli/__init__.py", "    add_digits(commands)\n", after="    add_invariance(commands)\n"),
         ),
         """
 import contextlib, io

@@ -27,7 +27,7 @@ def add_device(parser: Any) -> None:
 
 
 def add_model(parser: Any) -> None:
-    """Add the arguments ``model``, ``--inputs``, ``--shape`` and ``--device``, which ``fxround.cli`` loads."""
+    """Add the arguments ``model``, ``--inputs``, ``--shape`` and ``--device``, which ``fxround.cli.loading`` loads."""
     parser.add_argument(
         "model",
         metavar="MODULE:CALLABLE",

@@ -9,20 +9,18 @@ Example::
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from fxround.attribution.attribute import attribute
 from fxround.cli.arguments import POLICY, add_model, put, said
+from fxround.cli.loading import loaded, named
 
 FAILS: Final = 1
 
 
-def add_attribute(
-    commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]], named: Callable[[str], Any]
-) -> None:
-    """Add the command to a parser's commands. load, named: as for ``fxround.cli.localize.add_localize``."""
+def add_attribute(commands: Any) -> None:
+    """Add the command to a parser's commands."""
     parser = commands.add_parser("attribute", **said("say which rounding costs how much of a result, from one run"))
     add_model(parser)
     parser.add_argument("--policy", default="stochastic", help=POLICY)
@@ -42,12 +40,13 @@ def add_attribute(
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as HTML")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the graph, coloured by share, as SVG")
-    parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments), named))
+    parser.set_defaults(command=run)
 
 
-def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[[str], Any]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Attribute, print, and return the exit status."""
-    functions = {name: named(text) for name in ("output", "loss") if (text := getattr(arguments, name))}
+    model, inputs = loaded(arguments)
+    functions: dict[str, Any] = {name: named(text) for name in ("output", "loss") if (text := getattr(arguments, name))}
     asked = {name: getattr(arguments, name) for name in ("probes", "formats", "check", "seed")}
     report = attribute(model, inputs, arguments.policy, **functions, **asked)
     put(report, arguments.json)

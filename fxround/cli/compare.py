@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from fxround.cli.arguments import add_model, put, said
+from fxround.cli.loading import loaded, named
 from fxround.errors import shown
 from fxround.interrupts import INTERRUPTED
 from fxround.tuning.compare import compare
@@ -23,10 +23,8 @@ FAILS: Final = 1
 _NAMED: Final = re.compile(r"([\w-]+)=(.+)")
 
 
-def add_compare(
-    commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]], named: Callable[[str], Any]
-) -> None:
-    """Add the command to a parser's commands. load, named: as for ``fxround.cli.localize.add_localize``."""
+def add_compare(commands: Any) -> None:
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "compare", **said("compare policies: metrics of a model on data under each, bits of its values, multiply-adds")
     )
@@ -56,11 +54,12 @@ def add_compare(
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw metrics against bits, in the format of the suffix"
     )
-    parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments), named))
+    parser.set_defaults(command=run)
 
 
-def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[[str], Any]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit status."""
+    model, inputs = loaded(arguments)
     report = compare(
         model,
         inputs,

@@ -7,6 +7,7 @@ an unusable cache breaks nothing.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from fxround.cli.arguments import said
 from fxround.compiler.torch_version import Standing, standing_of
 from fxround.eager.round import round
 from fxround.errors import FxroundError
@@ -85,6 +87,22 @@ class Diagnosis(Tabled):
         limit = disk_cache.LIMIT_BYTES >> 20
         size = f"{self.cache['entries']:,} entries, {self.cache['bytes'] / 2**20:.1f} of {limit} MiB"
         return f"{self.cache['directory']}: {size}, {self.cache['problem'] or 'writable'}"
+
+
+def add_doctor(commands: Any) -> None:
+    """Add the command to a parser's commands."""
+    parser = commands.add_parser(
+        "doctor", **said("print versions, processor and cache, and whether the installation works")
+    )
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON and nothing else")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Diagnose, print, and return the exit status: 1 if the core is broken."""
+    diagnosis = diagnose()
+    print(diagnosis.to_json() if arguments.json else diagnosis)
+    return 1 if diagnosis.problems else 0
 
 
 def diagnose() -> Diagnosis:

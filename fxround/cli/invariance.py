@@ -9,18 +9,18 @@ which the command line prints. Example::
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any, Final
 
 from fxround.cli.arguments import add_model, put, said
+from fxround.cli.loading import loaded
 from fxround.invariance.cases import AXES
 from fxround.invariance.check import REPRODUCIBLE, check_invariance
 
 STOCK: Final = "none"
 
 
-def add_invariance(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:
-    """Add the command to a parser's commands; ``load``: returns model and inputs of parsed arguments."""
+def add_invariance(commands: Any) -> None:
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "invariance", **said("test whether a model's bits change with batch, threads or machine code")
     )
@@ -32,11 +32,12 @@ def add_invariance(commands: Any, load: Callable[[argparse.Namespace], tuple[Any
     parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
     parser.add_argument("--dim", type=int, default=0, help="batch dimension of the arguments (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
-    parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments)))
+    parser.set_defaults(command=run)
 
 
-def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Check, print, and return the exit status."""
+    model, inputs = loaded(arguments)
     report = check_invariance(
         model,
         inputs,

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from fxround.cli.arguments import POLICY, add_model, put, said
+from fxround.cli.loading import loaded, named
 from fxround.interrupts import INTERRUPTED
 from fxround.localization.localize import NothingFails, localize
 from fxround.localization.masked_model import QUIET
@@ -24,14 +24,8 @@ from fxround.localization.report import LEVELS
 FAILS: Final = 1
 
 
-def add_localize(
-    commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]], named: Callable[[str], Any]
-) -> None:
-    """Add the command to a parser's commands.
-
-    load: returns model and inputs of parsed arguments (``model``, ``inputs``, ``shape``). named: resolves
-    ``MODULE:NAME``.
-    """
+def add_localize(commands: Any) -> None:
+    """Add the command to a parser's commands."""
     parser = commands.add_parser("localize", **said("find the operations whose roundings make a result wrong"))
     add_model(parser)
     right = parser.add_mutually_exclusive_group(required=True)
@@ -66,14 +60,14 @@ def add_localize(
         help="folder for the verdicts, from which an interrupted search continues",
     )
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
-    parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments), named))
+    parser.set_defaults(command=run)
 
 
-def run(arguments: argparse.Namespace, model: Any, inputs: Any, named: Callable[[str], Any]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
-    check = named(arguments.check) if arguments.check else None
-    if arguments.metric:
-        check = _threshold(*arguments.metric)
+    model, inputs = loaded(arguments)
+    named_check = named(arguments.check) if arguments.check else None
+    check = _threshold(*arguments.metric) if arguments.metric else named_check
     asked = {
         name: getattr(arguments, name) for name in ("quiet", "level", "min_bits", "runs", "limit", "seed", "cache")
     }

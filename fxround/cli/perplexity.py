@@ -9,16 +9,16 @@ Example::
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from fxround.cli.arguments import add_model, put, said
+from fxround.cli.loading import loaded
 from fxround.errors import shown
 from fxround.interrupts import INTERRUPTED
 
 
-def add_perplexity(commands: Any, load: Callable[[argparse.Namespace], tuple[Any, Any]]) -> None:
-    """Add the command to a parser's commands; ``load``: returns model and inputs of parsed arguments."""
+def add_perplexity(commands: Any) -> None:
+    """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "perplexity", **said("measure the perplexity of a language model per width of significands, place and mode")
     )
@@ -46,11 +46,12 @@ def add_perplexity(commands: Any, load: Callable[[argparse.Namespace], tuple[Any
     parser.add_argument("--batch-size", type=int, help="split the inputs into batches of this many rows")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
-    parser.set_defaults(command=lambda arguments: run(arguments, *load(arguments)))
+    parser.set_defaults(command=run)
 
 
-def run(arguments: argparse.Namespace, model: Any, inputs: Any) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measure, print, and return the exit status."""
+    model, inputs = loaded(arguments)
     from fxround.significance.perplexity import MODES, perplexity
 
     report = perplexity(

@@ -17,7 +17,7 @@ import torch
 
 import fxround
 from fxround import cli, demo
-from fxround.cli import doctor
+from fxround.cli import doctor, loading
 from fxround.compiler.torch_version import Standing
 from fxround.views.graph_views import to_networkx
 
@@ -256,7 +256,7 @@ def test_ctrl_c_ends_a_command_with_130_and_no_traceback(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "run", interrupted)
-    monkeypatch.setattr(cli, "_loaded", interrupted)
+    monkeypatch.setattr(loading, "_built", interrupted)
     rest = {
         "demo": ("--output", str(tmp_path)),
         "localize": ("net:build", "--metric", "label_flips", "0"),
