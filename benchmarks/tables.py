@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md and docs/attribution.md from the figures under benchmarks/results/.
+"""Write the tables of the pages in DOCUMENTS from the figures under benchmarks/results/.
 
     python -m benchmarks.tables
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DOCUMENTS: Final = (ROOT / "docs" / "performance.md", ROOT / "docs" / "attribution.md")
+DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "attribution.md", "few-bits.md"))
 RESULTS: Final = ROOT / "benchmarks" / "results"
 # What a table says of its measurement, in this order, and the words before it.
 CONDITIONS: Final = {"command": "", "machine": "", "date": "", "torch": "torch ", "load": "load "}

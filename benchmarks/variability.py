@@ -14,7 +14,7 @@ import argparse
 import importlib.util
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ def neighbours_changed(sample: Tensor, unperturbed: Tensor) -> float:
     return float((nearest(sample.double()) != nearest(unperturbed.double())).double().mean())
 
 
-def sentences() -> Study:
-    """all-MiniLM-L6-v2 on the sentences, with the nearest neighbours as a metric."""
+def sentence_encoder() -> tuple[Callable[[Sequence[str]], tuple[Tensor, Tensor]], nn.Module]:
+    """Return all-MiniLM-L6-v2 and what makes its tokens and mask, int64 [n, length], of n sentences."""
     from tokenizers import Tokenizer
 
     vision_operators()
@@ -89,12 +89,21 @@ def sentences() -> Study:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.enable_padding()
-    encoded = tokenizer.encode_batch(list(SENTENCES))
-    tokens = torch.tensor([e.ids for e in encoded])
-    mask = torch.tensor([e.attention_mask for e in encoded])
-    model = BertModel.from_pretrained(folder, add_pooling_layer=False)
-    length = int(mask.sum(1).max())
-    return Embedder(model), (tokens[:, :length], mask[:, :length]), ("sqnr", neighbours_changed)
+
+    def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        encoded = tokenizer.encode_batch(list(texts))
+        tokens = torch.tensor([e.ids for e in encoded])
+        mask = torch.tensor([e.attention_mask for e in encoded])
+        length = int(mask.sum(1).max())
+        return tokens[:, :length], mask[:, :length]
+
+    return encode, BertModel.from_pretrained(folder, add_pooling_layer=False)
+
+
+def sentences() -> Study:
+    """all-MiniLM-L6-v2 on the sentences, with the nearest neighbours as a metric."""
+    encode, model = sentence_encoder()
+    return Embedder(model), encode(SENTENCES), ("sqnr", neighbours_changed)
 
 
 class Crepe(nn.Module):
