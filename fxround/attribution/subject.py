@@ -86,8 +86,9 @@ class Subject:
             return run, list(returned.values())
         for graph in self.optimizer.graphs(self._names):
             name = self._names[id(graph.parameter)]
-            flat = [graph.parameter.detach().reshape(-1), returned[name].reshaped((-1,)), *graph.entering]
-            step = Linearized(graph.lowered, flat, noise, (), formats, after=run, within=f"{name}.")
+            gradient = returned[name].reshaped(graph.shape)
+            entering = [graph.parameter.detach().reshape(graph.shape), gradient, *graph.entering]
+            step = Linearized(graph.lowered, entering, noise, (), formats, after=run, within=f"{name}.")
             returned[name] = step.outputs[0].reshaped(graph.parameter.shape)
         return run, list(returned.values())
 
@@ -107,8 +108,9 @@ class Subject:
             return list(returned.values()), seen
         for graph in self.optimizer.graphs(self._names, later):
             name = self._names[id(graph.parameter)]
-            flat = [graph.parameter.detach().reshape(-1), returned[name].reshape(-1), *graph.entering]
-            new, _ = evaluated(graph.lowered, flat, exact)
+            gradient = returned[name].reshape(graph.shape)
+            entering = [graph.parameter.detach().reshape(graph.shape), gradient, *graph.entering]
+            new, _ = evaluated(graph.lowered, entering, exact)
             returned[name] = new[0].reshape(graph.parameter.shape)
         return list(returned.values()), seen
 

@@ -27,7 +27,8 @@ from fxround.runtime.draw import Draw
 from fxround.runtime.random_state import random_state, state_of
 from fxround.runtime.run import run_several
 from fxround.training.inplace import InPlace, in_place, is_row_major
-from fxround.training.updates import UPDATES, Update, update_of
+from fxround.training.update import Progress, Update
+from fxround.training.updates import NO_FORMULA, UPDATES, update_of
 from fxround.views import graph_views
 from fxround.views.summaries import Coverage, Summary
 
@@ -50,8 +51,8 @@ def compile_optimizer(
     """Return an optimizer that takes the steps of ``optimizer`` with the roundings of ``policy``.
 
     Args:
-        optimizer: a ``torch.optim`` SGD, Adam, AdamW, Adagrad or RMSprop. Its parameter groups and state are shared, so
-            that a scheduler of either works. Parameters and gradients are dense real tensors of any shape.
+        optimizer: of ``torch.optim``, but for LBFGS, Adafactor and SparseAdam. Its parameter groups and state are
+            shared, so that a scheduler of either works. Parameters and gradients are dense real tensors of any shape.
         policy: as for ``fxround.compile``. Its rules see the roles ``weight`` (the new parameter), ``state``,
             ``gradient`` (the incoming gradient) and ``update`` (all other operations), with the direction ``update``.
         model: the module whose parameters are optimized, so that rules can match module paths; needed for a rule that
@@ -82,7 +83,9 @@ def compile_optimizer(
         raise TypeError("the optimizer is compiled already; compile the original one")
     if type(optimizer) not in UPDATES:
         known = ", ".join(kind.__name__ for kind in UPDATES)
-        raise TypeError(f"optimizer is {type_of(optimizer)}; expected one of torch.optim's {known}")
+        reason = NO_FORMULA.get(type(optimizer))
+        why = f", which has no formula of single roundings: {reason}" if reason else ""
+        raise TypeError(f"optimizer is {type_of(optimizer)}{why}; expected one of torch.optim's {known}")
     parsed = Policy.parse(policy)
     _require_paths(parsed, model, {id(p) for group in optimizer.param_groups for p in group["params"]})
     return RoundedOptimizer(optimizer, parsed, model, strict, seed)
@@ -106,8 +109,12 @@ def _require_paths(policy: Policy, model: Any, parameters: Collection[int]) -> N
 
 @dataclass(frozen=True)
 class _Compiled:
-    """The lowered graph of a step, the graph that runs, its kernel if it is one, and the names of its numbers."""
+    """The lowered graph of a step, the graph that runs, its kernel if it is one, and the names of its numbers.
 
+    shape: that of the tensors that enter, (-1,) unless the formula is one of matrices
+    """
+
+    shape: tuple[int, ...]
     lowered: fx.GraphModule
     running: fx.GraphModule
     kernel: InPlace | None
@@ -116,11 +123,15 @@ class _Compiled:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Steps with one formula and its numbers: the parameter, the gradient and the states of each, and its seed."""
+    """Steps with one formula and its numbers: the parameter, the gradient and the states of each, and its seed.
+
+    later: the states of no dimensions after the step
+    """
 
     update: Update
     compiled: _Compiled
     numbers: dict[str, float]
+    later: Mapping[str, float]
     entries: list[list[Tensor]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
 
@@ -135,10 +146,12 @@ class _Batch:
 class StepGraph:
     """The lowered graph of a parameter's next step, and what enters it after the parameter and its gradient.
 
-    The parameter, its gradient and the states enter as tensors of one dimension; then the numbers, and (seed, step).
+    The parameter, its gradient and the states enter in ``shape``: as tensors of one dimension, (-1,), unless the
+    formula is one of matrices; then the numbers, and (seed, step).
     """
 
     parameter: Tensor
+    shape: tuple[int, ...]
     lowered: fx.GraphModule
     states: tuple[Tensor, ...]
     numbers: tuple[Tensor, ...]
@@ -147,8 +160,8 @@ class StepGraph:
     @property
     def entering(self) -> list[Tensor]:
         """What enters after the gradient."""
-        flat = [state.detach().resolve_neg().reshape(-1) for state in self.states]
-        return [*flat, *self.numbers, self.rng]
+        states = [_entering(state, self.shape) for state in self.states]
+        return [*states, *self.numbers, self.rng]
 
 
 class RoundedOptimizer(torch.optim.Optimizer):
@@ -172,7 +185,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
         self.kind = type(optimizer)
-        self._update_of = update_of(self.kind, policy.definitions)
+        self._formulas = update_of(self.kind, policy.definitions)
         self.policy, self.strict = policy, policy.strict if strict is None else strict
         self._paths = {id(p): n.rpartition(".")[0] for n, p in model.named_parameters()} if model else {}
         self._captured: dict[Any, Captured] = {}
@@ -282,22 +295,26 @@ class RoundedOptimizer(torch.optim.Optimizer):
     def _graph(self, p: Tensor, group: dict[str, Any], seed: int, done: int, later: int) -> StepGraph:
         _refuse_tensors(p)
         state: Mapping[str, Any] = self.state.get(p, {})
-        first, count = self._count(state, done)
-        update = self._update_of(group, first)
-        numbers = update.numbers(group, count)
+        at = self._progress(p, state, group, done)
+        update = self._formulas.of(group, at)
+        numbers = update.numbers(group, at)
         by_path = any(rule.match != "*" for rule in self.policy.rules)
-        compiled = self._compile(update, tuple(numbers), p.dtype, self._paths.get(id(p), "") if by_path else "")
+        path = self._paths.get(id(p), "") if by_path else ""
+        compiled = self._compile(update, tuple(numbers), p.dtype, path, at.shape)
         held = [state.get(name) for name in update.states]
         made = [update.initial(n, p, group) if s is None else s for n, s in zip(update.states, held, strict=True)]
         scalars = [torch.full((), numbers[name], dtype=p.dtype) for name in compiled.numbers]
-        return StepGraph(p, compiled.lowered, tuple(made), tuple(scalars), random_state(seed, done + later))
+        rng = random_state(seed, done + later)
+        return StepGraph(p, compiled.shape, compiled.lowered, tuple(made), tuple(scalars), rng)
 
-    def _count(self, state: Mapping[str, Any], done: int) -> tuple[bool, int]:
-        """Return whether a parameter's step is the first one with a momentum, and its number, from 1."""
-        if self.kind is torch.optim.SGD:
-            return state.get("momentum_buffer") is None, done + 1
+    def _progress(self, p: Tensor, state: Mapping[str, Any], group: dict[str, Any], done: int) -> Progress:
+        """Return where a parameter is in its training, before the step."""
+        kept = {name: float(state.get(name, value)) for name, value in self._formulas.scalars(group).items()}
+        shape = tuple(p.shape) if self._formulas.of_matrices else ()
+        if not self._formulas.counts:
+            return Progress(done + 1, state.get("momentum_buffer") is None, kept, shape)
         before = state.get("step")
-        return False, (0 if before is None else int(before.item())) + 1
+        return Progress((0 if before is None else int(before.item())) + 1, False, kept, shape)
 
     def _taken(self) -> list[_Compiled]:
         if not self._compiled:
@@ -312,34 +329,42 @@ class RoundedOptimizer(torch.optim.Optimizer):
         by_path = any(rule.match != "*" for rule in self.policy.rules)
         batches: dict[Any, _Batch] = {}
         counted: list[tuple[dict[str, Any], Tensor]] = []
+        moved: list[tuple[dict[str, Any], Mapping[str, float]]] = []
         for p, seed in members:
             if p.grad is None:
                 continue
             _refuse_tensors(p)
             state = self.state[p]
-            first, count = self._count(state, done)
-            if self.kind is not torch.optim.SGD:
+            at = self._progress(p, state, group, done)
+            if self._formulas.counts:
                 before = state.get("step")
                 counted.append((state, torch.zeros((), dtype=torch.float32) if before is None else before))
             path = self._paths.get(id(p), "") if by_path else ""
-            key = (first, count, p.dtype, p.device, path)
+            key = (at.step, at.first, *at.scalars.values(), at.shape, p.dtype, p.device, path)
             batch = batches.get(key)
             if batch is None:
-                update = self._update_of(group, first)
-                numbers = update.numbers(group, count)
+                update = self._formulas.of(group, at)
+                numbers, later = update.numbers(group, at), update.advanced(group, at)
                 if p.is_cuda and torch.cuda.is_current_stream_capturing():
-                    self._refuse_capture(numbers != update.numbers(group, count + 1))
-                batch = batches[key] = _Batch(update, self._compile(update, tuple(numbers), p.dtype, path), numbers)
+                    following = replace(at, step=at.step + 1, scalars=later)
+                    self._refuse_capture(numbers != update.numbers(group, following))
+                compiled = self._compile(update, tuple(numbers), p.dtype, path, at.shape)
+                batch = batches[key] = _Batch(update, compiled, numbers, later)
             for name in batch.update.states:
                 if state.get(name) is None:
                     state[name] = batch.update.initial(name, p, group)
                 _require_state(state[name], name, p)
+            if batch.later:
+                moved.append((state, batch.later))
             batch.seeds.append(seed)
             batch.entries.append([p, p.grad, *(state[name] for name in batch.update.states)])
         for state, before in counted:
             state["step"] = before
         if counted:
             torch._foreach_add_([before for _, before in counted], 1)
+        for state, scalars in moved:
+            for name, value in scalars.items():
+                state.setdefault(name, torch.empty((), dtype=torch.float32)).fill_(value)
         return list(batches.values())
 
     def _refuse_capture(self, numbers_change: bool) -> None:
@@ -376,25 +401,31 @@ class RoundedOptimizer(torch.optim.Optimizer):
             return
         given = batch.given(compiled.numbers, batch.entries[0][0].device)
         for i in rest:
-            flat = [t.detach().resolve_neg().reshape(-1) for t in batch.entries[i]]
-            made = compiled.running(*flat, *given, random_state(batch.seeds[i], done))
+            entering = [_entering(t, compiled.shape) for t in batch.entries[i]]
+            made = compiled.running(*entering, *given, random_state(batch.seeds[i], done))
             for before, value in zip(_old(batch.entries[i]), made, strict=True):
                 before.copy_(value.reshape(before.shape))
 
-    def _compile(self, update: Update, numbers: tuple[str, ...], dtype: torch.dtype, path: str) -> _Compiled:
+    def _compile(
+        self, update: Update, numbers: tuple[str, ...], dtype: torch.dtype, path: str, shape: tuple[int, ...]
+    ) -> _Compiled:
         """Return the graph of an update, captured once per formula and lowered once per path if rules name paths."""
-        key = (update, dtype, path)
+        key = (update, dtype, path, shape)
         if key not in self._compiled:
-            if (update, dtype) not in self._captured:
-                self._captured[update, dtype] = _capture(update, numbers, dtype)
-            placed = _placed(self._captured[update, dtype].graph, update, numbers, path)
+            if (update, dtype, shape) not in self._captured:
+                self._captured[update, dtype, shape] = _capture(update, numbers, dtype, shape)
+            placed = _placed(self._captured[update, dtype, shape].graph, update, numbers, path)
             graphs = self._pipeline.graphs(placed)
-            self._compiled[key] = _Compiled(graphs.lowered, graphs.running, in_place(graphs.fused), numbers)
+            kernel = None if update.of_matrices else in_place(graphs.fused)
+            self._compiled[key] = _Compiled(shape or (-1,), graphs.lowered, graphs.running, kernel, numbers)
         return self._compiled[key]
 
 
-def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Captured:
-    """Return the graph of (p, g, states, numbers) -> (p, states), for tensors of one dimension and any length."""
+def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype, shape: tuple[int, ...]) -> Captured:
+    """Return the graph of (p, g, states, numbers) -> (p, states).
+
+    shape: of the tensors, if the formula is one of matrices; else tensors have one dimension and any length.
+    """
     names = update.states
 
     def step(p: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -402,7 +433,7 @@ def _capture(update: Update, numbers: tuple[str, ...], dtype: torch.dtype) -> Ca
         new, states = update.formula(p, g, state, given)
         return new, *(states[name] for name in names)
 
-    example = [torch.ones(_EXAMPLE, dtype=dtype) for _ in range(2 + len(names))]
+    example = [torch.ones(shape or _EXAMPLE, dtype=dtype) for _ in range(2 + len(names))]
     scalars = [torch.ones((), dtype=dtype) for _ in numbers]
     # An update has no composite operator, so that its graph is the same under every policy.
     return Pipeline(Policy.parse("identity"), strict=True).capture(Function(step), [*example, *scalars], {})
@@ -426,6 +457,10 @@ def _placed(graph: fx.GraphModule, update: Update, numbers: tuple[str, ...], pat
         if node.op == "call_function":
             node.meta[ROLE] = role
     return placed
+
+
+def _entering(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.detach().resolve_neg().reshape(shape).contiguous()
 
 
 def _old(entry: Sequence[Tensor]) -> list[Tensor]:

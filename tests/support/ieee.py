@@ -17,10 +17,17 @@ _FUNCTIONS: Final = {
     "aten.mul.Tensor": np.multiply,
     "aten.div.Tensor": np.divide,
     "aten.neg.default": np.negative,
+    "aten.abs.default": np.absolute,
     "aten.maximum.default": np.maximum,
+    "aten.minimum.default": np.minimum,
+    "aten.sign.default": np.sign,
     "aten.sqrt.default": np.sqrt,
+    "aten.eq.Scalar": np.equal,
+    "aten.gt.Scalar": np.greater,
+    "aten.lt.Scalar": np.less,
+    "aten.where.self": np.where,
 }
-_MOVED: Final = frozenset({"aten.clone.default", "aten.detach.default", "aten.view.default"})
+_MOVED: Final = frozenset(f"aten.{name}.default" for name in ("clone", "detach", "view", "ones_like", "zeros_like"))
 
 
 class Ieee(TorchDispatchMode):

@@ -18,6 +18,7 @@ import fxround
 from fxround import Policy, Rule
 from fxround.errors import PolicyError
 from fxround.training import Generator, RoundedOptimizer, compile_optimizer
+from fxround.training.update import Progress
 from fxround.training.updates import UPDATES
 
 optim = torch.optim
@@ -30,6 +31,14 @@ OPTIONS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.Adam, {"lr": 0.01, "amsgrad": True}),
     (optim.AdamW, {"lr": 0.01}),
     (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    (optim.NAdam, {"lr": 0.01}),
+    (optim.NAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "momentum_decay": 0.3}),
+    (optim.RAdam, {"lr": 0.01, "weight_decay": 0.1}),
+    (optim.RAdam, {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1, "betas": (0.4, 0.9)}),
+    (optim.Adamax, {"lr": 0.01, "weight_decay": 0.1}),
+    (optim.Adadelta, {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1, "maximize": True}),
+    (optim.ASGD, {"lr": 0.1, "t0": 1, "lambd": 0.01, "weight_decay": 0.1}),
+    (optim.Rprop, {"lr": 0.01, "step_sizes": (0.008, 0.013)}),
     (optim.RMSprop, {"lr": 0.01}),
     (optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True, "weight_decay": 0.1}),
 ]
@@ -58,12 +67,18 @@ def test_a_step_is_torchs_but_for_the_order_of_roundings(kind: Any, options: dic
     plain, rounded = kind(a.parameters(), foreach=False, **options), kind(b.parameters(), **options)
     rounded = compile_optimizer(rounded, "reproducible")
     slower = [optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (plain, rounded)]
-    expected, found = steps(a, plain, 4, slower[0]), steps(b, rounded, 4, slower[1])
-    for p, q in zip(expected, found, strict=True):
+    count = 8 if kind is optim.RAdam else 4  # RAdam rectifies from the sixth step on
+    expected, computed = steps(a, plain, count, slower[0]), steps(b, rounded, count, slower[1])
+    for p, q in zip(expected, computed, strict=True):
         # A tolerance: PyTorch's kernels fuse some of the products and sums that are rounded apart here.
         torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6)
-    # A scheduler changes no graph; SGD's first step with momentum is a formula of its own.
-    assert len(rounded._compiled) == 1 + (kind is optim.SGD and "momentum" in options)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        # A tolerance: the states of no dimensions are computed in binary64 here, in binary32 there.
+        scalars = {name: x for name, x in plain.state[p].items() if x is not None and x.dim() == 0}
+        assert all(torch.allclose(rounded.state[q][name], x, rtol=1e-6, atol=0) for name, x in scalars.items())
+    # A scheduler changes no graph; these have a formula of their own for first steps.
+    first = (kind is optim.SGD and "momentum" in options) or kind in (optim.RAdam, optim.ASGD)
+    assert len(rounded._compiled) == 1 + first
     assert rounded.coverage().unrounded == ()
     assert {k for s in plain.state.values() for k in s} == {k for s in rounded.state.values() for k in s}
     plain.load_state_dict(rounded.state_dict())
@@ -74,15 +89,17 @@ def test_a_step_is_torchs_but_for_the_order_of_roundings(kind: Any, options: dic
 @pytest.mark.parametrize("policy", ["identity", "reproducible"])
 def test_a_step_has_the_bits_of_its_formula(kind: Any, options: dict[str, Any], policy: str) -> None:
     """Rounded to nearest, IEEE 754's operations as NumPy has them; under identity, stock kernels of flat tensors."""
-    net = model()
+    net, done = model(), 6 if kind is optim.RAdam else 3
     rounded = compile_optimizer(kind(net.parameters(), **options), policy)
-    steps(net, rounded, 1)
+    steps(net, rounded, done)
     before = [p.detach().clone() for p in net.parameters()]
     kept_before = [copy.deepcopy(rounded.state[p]) for p in net.parameters()]
     steps(net, rounded, 1)
     group = rounded.param_groups[0]
-    update = UPDATES[kind](group, False)
-    numbers = {k: torch.tensor(v) for k, v in update.numbers(group, 2).items()}
+    scalars = {name: float(kept_before[0][name]) for name in UPDATES[kind].scalars(group)}
+    at = Progress(done + 1, False, scalars)
+    update = UPDATES[kind].of(group, at)
+    numbers = {k: torch.tensor(v) for k, v in update.numbers(group, at).items()}
     for p, old, state in zip(net.parameters(), before, kept_before, strict=True):
         assert p.grad is not None
         # A step works on flat tensors: the same stock kernel on the same shapes and strides has the same bits.
@@ -117,6 +134,46 @@ def test_a_rounded_step_is_hand_composed_roundings() -> None:
     assert torch.equal(optimizer.state[net.weight]["momentum_buffer"], buffer)
     change = buffer * torch.tensor(-0.1)
     assert torch.equal(net.weight, fxround.round(w.double() + change.double(), "bfloat16").float())
+
+
+def orthogonal(u: Tensor) -> Tensor:
+    """Muon's direction, float32 [m, n] with m <= n, by the formula of PyTorch's documentation, kept in bfloat16."""
+    a, b, c = 3.4445, -4.775, 2.0315
+    x = u.bfloat16().float()
+    x = (x / torch.maximum((x * x).sum().sqrt().bfloat16().float(), torch.tensor(1e-7))).bfloat16().float()
+    for _ in range(5):
+        gram = (x @ x.T).bfloat16().float()
+        square = gram @ gram
+        change = (gram * b + square * c).bfloat16().float()
+        x = (x * a + change @ x).bfloat16().float()
+    return x
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4)])
+def test_a_step_of_muon_is_its_formula(shape: tuple[int, int]) -> None:
+    """The pointwise operations are IEEE 754's; the direction is compiled as a model, for the order of its sums."""
+    p = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(4)))
+    q = nn.Parameter(p.detach().clone())
+    rounded, plain = compile_optimizer(optim.Muon([p], lr=0.1), "reproducible"), optim.Muon([q], lr=0.1)
+    direction, turned = fxround.compile(orthogonal, "reproducible"), shape[0] > shape[1]
+    momentum, rest, shrink = torch.zeros(shape), torch.tensor(1 - 0.95), torch.tensor(1 - 0.1 * 0.1)
+    rate = torch.tensor(0.1 * math.sqrt(max(1, shape[0] / shape[1])))
+    for step in range(3):
+        w = p.detach().clone()
+        p.grad = torch.sin(w * (step + 2))
+        q.data, q.grad = w.clone(), p.grad.clone()
+        with Ieee():
+            momentum = momentum + (p.grad - momentum) * rest
+            u = momentum - (momentum - p.grad) * rest
+        o = direction(u.T.contiguous()).T if turned else direction(u)
+        with Ieee():
+            expected = w * shrink - o * rate
+        rounded.step()
+        plain.step()
+        assert torch.equal(rounded.state[p]["momentum_buffer"], momentum)
+        assert torch.equal(p, expected)
+        # A tolerance: 15 products in PyTorch's bfloat16, of 8 bits, in an order of its own.
+        assert float((p - q).norm() / (q - w).norm()) < 0.1
 
 
 def test_stochastic_updates_do_not_stagnate_and_nearest_ones_do() -> None:
@@ -187,8 +244,8 @@ def test_rules_may_name_modules_and_frozen_parameters_stay() -> None:
 
 def test_what_has_no_formula_is_refused() -> None:
     p = nn.Parameter(torch.ones(3))
-    with pytest.raises(TypeError, match=r"Rprop; expected one of torch\.optim's SGD, Adam"):
-        compile_optimizer(optim.Rprop([p]), "identity")
+    with pytest.raises(TypeError, match=r"LBFGS.*calls the model several.*one of torch\.optim's SGD, Adam"):
+        compile_optimizer(optim.LBFGS([p]), "identity")
     optimizer = compile_optimizer(optim.SGD([p], lr=0.1), "identity")
     with pytest.raises(TypeError, match="compiled already"):
         compile_optimizer(optimizer, "identity")
