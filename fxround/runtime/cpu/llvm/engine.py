@@ -79,6 +79,9 @@ _ARCHITECTURES: Final[dict[str, Architecture]] = {
 _WIDE_BYTES: Final = 64
 # A module of this name is not optimized: it is straight-line code whose values are in registers already.
 STRAIGHT: Final = "straight"
+# Modules whose loops LLVM unrolls: they have few instructions. In all others it would write the body of a loop over
+# vectors four times, which takes most of the time of a compilation and makes nothing faster.
+_UNROLLED: Final = frozenset({"scatter"})
 # The lock that every call into LLVM takes: in a forked child it must not be held by a thread of the parent.
 _CALLS: Final = waited_for(llvm.ffi.lib._lock._lock)
 _LOCK: Final = waited_for()
@@ -165,9 +168,10 @@ def _linker(isa: str, depth: int) -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(isa))
 
 
-def _optimize(module: Any, machine: Any, level: int = 2) -> None:
+def _optimize(module: Any, machine: Any, name: str) -> None:
     # The kernels are vector code already: the loop and SLP vectorizers would only take time.
-    options = llvm.create_pipeline_tuning_options(speed_level=level)
+    options = llvm.create_pipeline_tuning_options(speed_level=0 if name == STRAIGHT else 2)
+    options.loop_unrolling = name in _UNROLLED
     options.loop_vectorization = False
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
@@ -182,7 +186,7 @@ def _optimized(text: str, isa: str, machine: Any) -> Any:
     if defined:
         module.link_in(llvm.parse_assembly(defined))
     module.verify()
-    _optimize(module, machine, 0 if text.startswith(f'; ModuleID = "{STRAIGHT}"') else 2)
+    _optimize(module, machine, text.removeprefix('; ModuleID = "').partition('"')[0])
     return module
 
 

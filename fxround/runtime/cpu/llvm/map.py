@@ -102,13 +102,8 @@ def build_map(variant: MapVariant) -> str:
     def compute(block: Any, number: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Emit the body for the vectors that have the first ``number`` elements of a block."""
         _draw(b, random, block, seeds, [w.width for w in kernel.draws])
-        if len(stages) == 1:
-            with count(b, I64(0), number, stages[0].lanes) as i:
-                emit_stage(stages[0], i, sources, targets)
-            return
-        # LLVM unrolls a loop of constant length, which short stages need: it saves 5 % of three stochastic operations.
         for stage in stages:
-            with count(b, I64(0), I64(BLOCK), stage.lanes) as i, b.if_then(b.icmp_signed("<", i, number)):
+            with count(b, I64(0), number, stage.lanes) as i:
                 emit_stage(stage, i, sources, targets)
 
     def emit_stage(stage: Stage, i: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
