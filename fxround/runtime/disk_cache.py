@@ -42,8 +42,9 @@ _UNSEEN_BYTES: Final = LIMIT_BYTES >> 6
 _LOG: Final = logging.getLogger("fxround.cache")
 # A source file that is newer than this may differ from what was imported.
 _STARTED: Final = time.time()
-# Patterns of the source files that a text of a kernel depends on, whatever its device is.
-KERNELS: Final = (
+# Patterns of the source files that a text of a kernel depends on, whatever its device is. What composes a kernel is not
+# among them (numerics/elementary, kernels/maps.py): it acts through the kernel's digest, which is a part of the key.
+SOURCES_OF_KERNELS: Final = (
     "errors.py",
     "locks.py",
     "kernels/shapes.py",

@@ -416,7 +416,7 @@ def test_a_builder_outside_of_these_folders_is_told_nothing() -> None:
 
 def test_the_key_tells_its_parts_apart() -> None:
     parts = ("ab", "c"), ("a", "bc"), ("abc",), ("ab", "c", "")
-    keys = [disk_cache.key(disk_cache.KERNELS, *words) for words in parts]
+    keys = [disk_cache.key(disk_cache.SOURCES_OF_KERNELS, *words) for words in parts]
     assert None not in keys and len(set(keys)) == len(keys)
 
 

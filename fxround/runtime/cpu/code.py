@@ -19,7 +19,7 @@ from fxround.runtime import disk_cache
 from fxround.runtime.cpu.llvm.engine import Machine, identity, instruction_sets, link, machine_of, object_code
 
 # The modules that write a kernel as LLVM, and those that give a variant of a kernel its digest.
-SOURCES: Final = (*disk_cache.KERNELS, "runtime/cpu/llvm/*.py", "runtime/cpu/*.py")
+SOURCES: Final = (*disk_cache.SOURCES_OF_KERNELS, "runtime/cpu/llvm/*.py", "runtime/cpu/*.py")
 _LOCK: Final = waited_for()
 _CODE: dict[tuple[str, str], Any] = {}
 _ISA = ["host"]

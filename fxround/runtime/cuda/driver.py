@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fxround.runtime.cuda.launcher import Text
 
 # The modules that write a kernel as CUDA C++, and those that compose a text.
-SOURCES: Final = (*disk_cache.KERNELS, "runtime/cuda/cpp/*.py", "runtime/cuda/*.py")
+SOURCES: Final = (*disk_cache.SOURCES_OF_KERNELS, "runtime/cuda/cpp/*.py", "runtime/cuda/*.py")
 # NVRTC 13 compiles for no older architecture.
 _OLDEST: Final = (7, 5)
 # The compute capabilities whose multiprocessors do 32 or more operations in binary64 in the time of 64 in binary32; the
