@@ -14,7 +14,7 @@ from fxround.kernels.shapes import Contract, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.flipping import word_of
 from fxround.numerics.arithmetic.scalar import Expr, Function, const, narrow, select
-from fxround.numerics.faults import share
+from fxround.numerics.faults import words_per_bit
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.storage import store
@@ -57,6 +57,6 @@ def _hits(acc: Expr, random: Expr, how: Accumulation, fmt: Format, number: int |
         return const(acc.type, 1.0)
     fault = how.flips.faults[number]
     _, count = Encoding(fmt).field(fault.part)
-    limit = share(fault, count) * count
+    limit = words_per_bit(fault, count) * count
     hit = word_of(random, number) < limit if limit < 1 << 32 else const("bool", 1)
     return select(hit, const(acc.type, 1.0), 0.0)

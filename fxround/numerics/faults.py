@@ -135,7 +135,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def share(fault: Fault, count: int) -> int:
+def words_per_bit(fault: Fault, count: int) -> int:
     """Return q, the number of random words for which one bit of a field of ``count`` bits flips.
 
     Raises ValueError for a probability that is not zero and smaller than half of count / 2^32.
@@ -148,10 +148,10 @@ def share(fault: Fault, count: int) -> int:
     return q
 
 
-def operator_of(fault: Fault, encoding: Encoding) -> str:
-    """Return the operator ``flip_first_count_q`` of a program; raises what ``share`` and ``Encoding`` raise."""
+def flip_operator(fault: Fault, encoding: Encoding) -> str:
+    """Return the operator ``flip_first_count_q`` of a program; raises what ``words_per_bit`` and ``Encoding`` raise."""
     first, count = encoding.field(fault.part)
-    return f"flip_{first}_{count}_{share(fault, count)}"
+    return f"flip_{first}_{count}_{words_per_bit(fault, count)}"
 
 
 def numbers_of(name: str) -> tuple[int, int, int] | None:

@@ -16,7 +16,7 @@ from torch import fx
 from fxround.graph.dialect import Pointwise, read
 from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import Site, float_value, site
-from fxround.numerics.faults import Fault, operator_of
+from fxround.numerics.faults import Fault, flip_operator
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
 from fxround.passes import streams
@@ -32,7 +32,7 @@ def flip_of(
     fmt, span = encoding.format, [] if encoding.integers is None else [v.hex() for v in encoding.span or ()]
     with locating(place):
         operands = ", ".join(["x0", *span])
-        program = f"t0 = {operator_of(fault, encoding)}({operands}) @ {fmt}/stochastic/{fmt.default_overflow}"
+        program = f"t0 = {flip_operator(fault, encoding)}({operands}) @ {fmt}/stochastic/{fmt.default_overflow}"
         call = Pointwise([node], program, node.meta["val"].dtype, rng_of(graph), stream)
         call.kernel(call.loads())
     return call

@@ -24,7 +24,7 @@ from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kerne
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.flipping import word_of
 from fxround.numerics.arithmetic.scalar import Function, param
-from fxround.numerics.faults import Faults, share
+from fxround.numerics.faults import Faults, words_per_bit
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.modes import Rounding
@@ -204,7 +204,7 @@ def test_counts_are_within_six_sigma(mode: str) -> None:
 def hits(how: Accumulation, rounding: Rounding, word_: int) -> list[int]:
     """Whether each fault of the accumulation hits a step of this rounding with this word."""
     assert how.flips is not None
-    numbers = [(share(f, Encoding(rounding.format).field(f.part)[1]), f) for f in how.flips.faults]
+    numbers = [(words_per_bit(f, Encoding(rounding.format).field(f.part)[1]), f) for f in how.flips.faults]
     counts = [Encoding(rounding.format).field(f.part)[1] for _, f in numbers]
     return [int(word(word_, i) < q * n) for i, ((q, _), n) in enumerate(zip(numbers, counts, strict=True))]
 

@@ -14,7 +14,7 @@ from torch._higher_order_ops import cond, scan, while_loop
 import fxround
 from fxround import Policy, Rule
 from fxround.numerics.arithmetic.randomness import iteration_function, random_function
-from fxround.numerics.faults import Fault, numbers_of, operator_of
+from fxround.numerics.faults import Fault, flip_operator, numbers_of
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.specification.exact_faults import flip
@@ -53,7 +53,7 @@ def test_the_faults_of_a_loop_are_numpys(model: Any, steps: int) -> None:
     s, us = torch.rand(SIZE) + 1, torch.rand(STEPS, SIZE) + 0.5
     compiled = fxround.compile(model, POLICY, seed=SEED).reseed(SEED, SAMPLE)
     encoding = Encoding(FORMATS["binary32"])
-    numbers = numbers_of(operator_of(Fault("significand", 0.05), encoding))
+    numbers = numbers_of(flip_operator(Fault("significand", 0.05), encoding))
     assert numbers is not None
     state, flipped = s.numpy(), 0
     for i in range(steps):

@@ -12,7 +12,7 @@ from neighbours import ALL_FORMATS
 
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.numerics.faults import Fault, Faults, numbers_of, operator_of, share
+from fxround.numerics.faults import Fault, Faults, flip_operator, numbers_of, words_per_bit
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.formats.encodings import FIELDS, Encoding
 from fxround.numerics.formats.fixed_point import fixed_point, integers
@@ -117,7 +117,7 @@ def test_the_kernel_flips_what_the_specification_flips(encoding: Encoding) -> No
         except ValueError:
             continue
         for probability in (1.0, 0.3, 1e-3):
-            operator = operator_of(Fault(field, probability), encoding)
+            operator = flip_operator(Fault(field, probability), encoding)
             numbers = numbers_of(operator)
             assert numbers is not None and numbers[:2] == (first, count)
             q = numbers[2]
@@ -151,7 +151,7 @@ def test_integers_flip_in_two_s_complement(fmt: Format) -> None:
 
 def test_each_bit_is_as_likely_as_any_other() -> None:
     fmt, fault = FORMATS["e4m3fn"], Fault("any", 0.75)
-    q = share(fault, 8)
+    q = words_per_bit(fault, 8)
     for bit in range(8):
         words = (bit * q, bit * q + q - 1)
         assert [code_of(flip(1.5, fmt, (0, 8, q), r), fmt) ^ code_of(1.5, fmt) for r in words] == [1 << bit] * 2
@@ -198,8 +198,8 @@ def test_texts() -> None:
     with pytest.raises(ValueError, match="each field once"):
         Faults((Fault("sign", 0.1), Fault("sign", 0.2)))
     with pytest.raises(ValueError, match=r"can flip with probability 1\.86e-09, the smallest"):
-        share(Fault("any", 1e-10), 8)
-    assert share(Fault("any", 0.0), 8) == 0
+        words_per_bit(Fault("any", 1e-10), 8)
+    assert words_per_bit(Fault("any", 0.0), 8) == 0
     with pytest.raises(ValueError, match="ue5m3 has no bits of the sign"):
         Encoding(FORMATS["ue5m3"]).field("sign")
     with pytest.raises(ValueError, match="has no zero and several digits"):

@@ -10,7 +10,7 @@ from product_operands import threads
 
 from fxround.kernels.program import Program
 from fxround.numerics.arithmetic.randomness import random_function
-from fxround.numerics.faults import Fault, numbers_of, operator_of
+from fxround.numerics.faults import Fault, flip_operator, numbers_of
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.scaled import ScaledFormat
@@ -29,7 +29,7 @@ ENCODINGS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda e: e.format.said[:20])
 def test_codes_flip_as_the_specification_says(encoding: Encoding, dtype: torch.dtype) -> None:
-    operator, fmt = operator_of(Fault("any", 0.5), encoding), encoding.format
+    operator, fmt = flip_operator(Fault("any", 0.5), encoding), encoding.format
     numbers, (_, count) = numbers_of(operator), encoding.field("any")
     assert numbers is not None
     values = np.array([value_of(code % (1 << count), encoding) for code in range(3, 3000, 7)])

@@ -11,7 +11,7 @@ from typing import Final
 from fxround.numerics.arithmetic.posits import code_of_posit, posit_of_code
 from fxround.numerics.arithmetic.scalar import WIDTH, Expr, bits, const, from_bits, maximum, minimum, rarely, select
 from fxround.numerics.arithmetic.tables import position_of, value_at
-from fxround.numerics.faults import Faults, share
+from fxround.numerics.faults import Faults, words_per_bit
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.carriers import CARRIERS, Carrier, ordinal_of
 from fxround.numerics.formats.encodings import Encoding, Integers
@@ -158,10 +158,10 @@ def word_of(random: Expr, number: int) -> Expr:
 def hit(x: Expr, fmt: Format, faults: Faults | None, random: Expr) -> Expr:
     """Return an accumulator of the format after the faults of a step with this random word (u32).
 
-    Raises what ``share``, ``Encoding`` and ``flipped`` raise.
+    Raises what ``words_per_bit``, ``Encoding`` and ``flipped`` raise.
     """
     for i, fault in enumerate(faults.faults if faults else ()):
         encoding = Encoding(fmt)
         first, count = encoding.field(fault.part)
-        x = flipped(x, encoding, (first, count, share(fault, count)), word_of(random, i))
+        x = flipped(x, encoding, (first, count, words_per_bit(fault, count)), word_of(random, i))
     return x

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from fxround.numerics.faults import Faults, share
+from fxround.numerics.faults import Faults, words_per_bit
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.encodings import Encoding
 from fxround.numerics.formats.posit_codes import posit_value
@@ -111,5 +111,5 @@ def flip_step(value: float, fmt: Format, faults: Faults, random: int) -> float:
     """Return an accumulator of the format after the faults of a step with this random word."""
     for number, fault in enumerate(faults.faults):
         first, count = Encoding(fmt).field(fault.part)
-        value = flip(value, fmt, (first, count, share(fault, count)), word(random, number))
+        value = flip(value, fmt, (first, count, words_per_bit(fault, count)), word(random, number))
     return value
