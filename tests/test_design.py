@@ -27,7 +27,6 @@ RANKS = {
     "numerics.formats.carriers": 1,
     "numerics.formats.encodings": 1,
     "numerics.formats.scaled": 1,
-    "numerics.formats.scaled_grid": 1,
     "numerics.formats.storage": 1,
     "numerics.modes": 0,
     "numerics.arithmetic.scalar": 0,

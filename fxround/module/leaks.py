@@ -19,7 +19,7 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.scaled import carrier_of
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding, is_scaled
-from fxround.numerics.formats.scaled_grid import outside_grid
+from fxround.numerics.formats.scaled.grid import outside_grid
 from fxround.numerics.modes import MODES
 from fxround.passes.analyses.leaks import Edge, edges, immediates
 from fxround.policy import Policy

@@ -10,7 +10,7 @@ import pytest
 
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.formats.scaled import ScaledRounding
-from fxround.numerics.formats.scaled_grid import outside_grid
+from fxround.numerics.formats.scaled.grid import outside_grid
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_exact
 

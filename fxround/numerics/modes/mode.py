@@ -12,7 +12,7 @@ from fxround.numerics.formats import Format, Overflow, spelt
 
 B = TypeVar("B")
 
-# How lost 2^n becomes an integer: down, to the nearest with ties up, or to the nearest with ties to even.
+# How lost * 2^n becomes an integer: down, to the nearest with ties up, or to the nearest with ties to even.
 Cut = Literal["down", "half_up", "half_even"]
 
 
@@ -42,8 +42,8 @@ class Mode:
     """A rounding mode: a rule and the random bits that it draws.
 
     ``away``: the rule, *step away from zero?* ``random_bits``: how many it draws, n (0: deterministic). ``jitter``:
-    whether the result is then moved by one ulp up or down. ``cut``: the random bits r draw a step if r + I(lost 2^n) >=
-    2^n, and this names I, which makes an integer of lost 2^n.
+    whether the result is then moved by one ulp up or down. ``cut``: the random bits r draw a step if
+    r + I(lost * 2^n) >= 2^n, and this names I, which makes an integer of lost * 2^n.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Mode:
     def vanishes(self) -> bool:
         """Whether a positive value below 2^-33 of a quantum becomes zero, for all random bits.
 
-        No I makes more than zero of lost 2^n for n up to 32, so that nothing is drawn.
+        No I makes more than zero of lost * 2^n for n up to 32, so that nothing is drawn.
         """
         tiny = Lost(False, True, False, True, True, False, False, False, True, False)
         return not self.away(tiny)

@@ -36,7 +36,7 @@ def quantum(magnitude: Fraction, fmt: Format) -> Fraction:
 
 
 def cut_to_integer(x: Fraction, mode: Mode) -> int:
-    """Return the integer that the mode makes of lost 2^n."""
+    """Return the integer that the mode makes of lost * 2^n."""
     if mode.cut == "half_even":
         return round(x)
     return math.floor(x + Fraction(1, 2) if mode.cut == "half_up" else x)
