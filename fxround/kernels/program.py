@@ -14,7 +14,7 @@ from fxround.errors import shown
 from fxround.numerics.formats import number
 from fxround.numerics.modes import Rounding
 
-EXACT = "exact"
+UNROUNDED = "exact"
 # The longest statement, in characters: a rounding to a table of 256 values.
 _LONGEST = 8000
 _STATEMENT = re.compile(r"\s*(t[0-9]+)\s*=\s*(\w+)\(([^()]*)\)\s*@\s*(\S+(?:\([^)]*\)\S*)?)\s*")
@@ -34,7 +34,7 @@ class Statement:
 
     def __str__(self) -> str:
         operands = ", ".join(o if isinstance(o, str) else o.hex() for o in self.operands)
-        return f"{self.target} = {self.operator}({operands}) @ {self.rounding or EXACT}"
+        return f"{self.target} = {self.operator}({operands}) @ {self.rounding or UNROUNDED}"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Statement) and str(self) == str(other)
@@ -51,7 +51,7 @@ class Statement:
             raise ValueError(f"{shown(text)} is not a statement; expected: {expected}")
         target, operator, operands, rounding = match.groups()
         values = tuple(_operand(o.strip()) for o in operands.split(",") if o.strip())
-        return Statement(target, operator, values, None if rounding == EXACT else Rounding.parse(rounding))
+        return Statement(target, operator, values, None if rounding == UNROUNDED else Rounding.parse(rounding))
 
 
 def _operand(text: str) -> str | float:

@@ -17,7 +17,7 @@ from fxround.capture.torch_private import quickened, uncollected
 from fxround.graph.dialect import Fused, graphs_of, loops_of, read_map
 from fxround.graph.site import ORIGIN
 from fxround.graph.values import drop_aliases, module_of, settle
-from fxround.kernels.program import EXACT
+from fxround.kernels.program import UNROUNDED
 from fxround.passes.assign import assign
 from fxround.passes.classify import classify
 from fxround.passes.contractions import lower_contractions
@@ -128,7 +128,7 @@ def optimize(lowered: fx.GraphModule) -> fx.GraphModule:
 def _is_made(node: fx.Node) -> bool:
     """Whether ``optimize`` made the node's program."""
     call = read_map(node)
-    return isinstance(call, Fused) or (call is not None and call.program.endswith(f"@ {EXACT}"))
+    return isinstance(call, Fused) or (call is not None and call.program.endswith(f"@ {UNROUNDED}"))
 
 
 __all__ = ["LOWERING", "Plan", "lower", "optimize"]
