@@ -29,6 +29,7 @@ from benchmarks.harness import header, table
 from fxround.demo import DigitsCNN
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Exact
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import (
     cumprod_kernel,
@@ -38,7 +39,6 @@ from fxround.kernels.reductions import (
     scatter_kernel,
     sum_kernel,
 )
-from fxround.kernels.shapes import Exact
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.elementary import ELEMENTARY

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from benchmarks.harness import header, table
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.scalar import (
     Function,
     bits,

@@ -393,7 +393,7 @@ assert torch.equal(plain(x), fused(x)) and SEEN and min(SEEN) > 2
             ),
         ),
         """
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.scalar import Function, bits, from_bits, param, xnor
 from fxround.runtime.cuda.cpp.table import device_function
 from fxround.runtime.run import run_kernel

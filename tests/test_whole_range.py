@@ -18,9 +18,9 @@ from whole_range import DETERMINISTIC, NO_KEY, RNG, ROUNDS, Operands, check
 
 import fxround  # noqa: F401  (registers the operators)
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Contract
 from fxround.kernels.maps import fused_kernel, map_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Contract
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import Rounding

@@ -47,10 +47,10 @@ from fxround.graph.dialect import CALLS, ContractionCall, Convolution, Cumsum, M
 from fxround.graph.dtypes import FORMAT_OF, result_storage
 from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Exact
 from fxround.kernels.maps import steps_kernel
 from fxround.kernels.perturbed import Perturbed, passes_exactly, perturbed_statement, perturbed_store
 from fxround.kernels.program import Statement
-from fxround.kernels.shapes import Exact
 from fxround.numerics.modes import Rounding
 from fxround.operators.rules import rule_of
 from fxround.runtime.draw import NO_KEY, Draw

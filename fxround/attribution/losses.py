@@ -29,6 +29,7 @@ from fxround.graph.dialect import (
     Sum,
 )
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Contract, Exact, Reduce
 from fxround.kernels.losses import (
     contract_losses,
     has_losses,
@@ -38,7 +39,6 @@ from fxround.kernels.losses import (
     scatter_losses,
     unpacked,
 )
-from fxround.kernels.shapes import Contract, Exact, Reduce
 from fxround.numerics.formats.storage import FORMAT_OF
 from fxround.numerics.modes import Rounding
 from fxround.runtime.contractions import Product, convolution, input_gradient, weight_gradient

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from fxround.kernels.shapes import Contract, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Contract, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.flipping import word_of
 from fxround.numerics.arithmetic.scalar import Expr, Function, const, narrow, select

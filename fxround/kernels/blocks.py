@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
+from fxround.kernels.kinds import Blocks
 from fxround.kernels.long_programs import is_long
 from fxround.kernels.maps import draws, map_kernel
 from fxround.kernels.program import Program, Statement
-from fxround.kernels.shapes import Blocks
 from fxround.numerics.formats.storage import CARRIER_OF, Storage
 
 # The figures are the maxima themselves.

@@ -19,7 +19,7 @@ from fxround.kernels.accumulators import (
     lift_function,
     stays_inside,
 )
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.flipping import hit
 from fxround.numerics.arithmetic.forms.fixed import fixed_sum, is_short, require_wrapping, wraps

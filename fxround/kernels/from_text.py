@@ -11,10 +11,10 @@ from typing import Final, cast, get_args
 
 from fxround.errors import shown
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Contract, Exact, Map, Reduce, Scatter
 from fxround.kernels.maps import draws, fused_kernel, map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import scatter_kernel, sum_kernel
-from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fxround.kernels.accumulators import chain_rounding
-from fxround.kernels.shapes import Contract, Map, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Contract, Map, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.operators import apply
 from fxround.numerics.arithmetic.rounding import round_expr, widen_exactly

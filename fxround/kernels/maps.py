@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Final
 
 from fxround.errors import shown
+from fxround.kernels.kinds import Map, Word
 from fxround.kernels.program import Program, Statement
-from fxround.kernels.shapes import Map, Word
 from fxround.numerics.arithmetic.forms import short as short_rounding
 from fxround.numerics.arithmetic.forms.single import has_single_value, single_value
 from fxround.numerics.arithmetic.operators import HARDWARE, apply

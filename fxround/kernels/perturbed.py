@@ -22,9 +22,9 @@ from functools import lru_cache
 from typing import Final
 
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Contract, Map, Reduce, Word
 from fxround.kernels.losses import unpacked_expr, variance_of
 from fxround.kernels.program import Statement
-from fxround.kernels.shapes import Contract, Map, Reduce, Word
 from fxround.numerics.arithmetic.derivatives import exact, is_derived, partials
 from fxround.numerics.arithmetic.rounding import widen_exactly
 from fxround.numerics.arithmetic.scalar import (

@@ -18,7 +18,7 @@ from fxround.kernels.accumulators import (
     finish_function,
     lift_function,
 )
-from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.flipping import hit
 from fxround.numerics.arithmetic.forms.fixed import fixed_sum, require_wrapping, wraps

@@ -28,7 +28,7 @@ What shares bits:
 What does not:
 
 - Two roundings of one value as an operand that differ, and two faults.
-- The steps of a contraction. If each needs one bit, 32 steps share a word (``kernels.shapes.Contract.coins``), but each
+- The steps of a contraction. If each needs one bit, 32 steps share a word (``kernels.kinds.Contract.coins``), but each
   has its own bit of it. Neighbouring elements of a map share outputs of the generator in the same way.
 - The iterations of a loop: each has a seed of its own, and a body's values are numbered from 0 under it.
 """

@@ -19,7 +19,7 @@ from fxround.graph.dialect.contractions import Matmul
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels import from_text
 from fxround.kernels.blocks import MAXIMA
-from fxround.kernels.shapes import Exact
+from fxround.kernels.kinds import Exact
 from fxround.numerics.arithmetic.hadamard import hadamard_matrix
 from fxround.numerics.formats.hadamard import Hadamard
 from fxround.runtime import buffers

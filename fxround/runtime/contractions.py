@@ -24,7 +24,7 @@ from torch import Tensor
 from fxround.graph.dialect import Convolution, ConvolutionInputGradient, ConvolutionWeightGradient
 from fxround.graph.dialect.contractions import require_length
 from fxround.graph.geometry import Geometry, require_gradient, require_one_dtype, result_size
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.runtime.cpu.padding import pad
 from fxround.runtime.draw import Draw
 from fxround.runtime.memo import by_bytes

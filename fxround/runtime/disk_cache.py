@@ -47,7 +47,7 @@ _STARTED: Final = time.time()
 SOURCES_OF_KERNELS: Final = (
     "errors.py",
     "locks.py",
-    "kernels/shapes.py",
+    "kernels/kinds.py",
     "numerics/*.py",
     "numerics/arithmetic/*.py",
     "numerics/arithmetic/forms/*.py",

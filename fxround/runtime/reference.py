@@ -1,4 +1,4 @@
-"""Kernels in NumPy: the formulas of ``kernels.shapes`` and ``numerics.orders``, one step at a time.
+"""Kernels in NumPy: the formulas of ``kernels.kinds`` and ``numerics.orders``, one step at a time.
 
 Every loop is Python's and every step is ``Function.evaluate``, so this file can be compared with the documentation line
 by line. It is slow, and is what the compiled kernels are tested against. It shares the scalar bodies with them, and
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.numerics.arithmetic.randomness import coins_function, random_function, seed_function, stream_functions
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_exact

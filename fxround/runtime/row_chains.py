@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxround.graph.dialect import Call
+from fxround.kernels.kinds import Exact, Reduce
 from fxround.kernels.reductions import largest_kernel
-from fxround.kernels.shapes import Exact, Reduce
 from fxround.numerics.formats.storage import Storage
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from fxround.graph.dialect import Matmul
 from fxround.graph.dtypes import result_storage
 from fxround.kernels.blocks import blocks_kernel
+from fxround.kernels.kinds import Contract, Exact, Map, Reduce
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Contract, Exact, Map, Reduce
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cpu import blocks, contraction, exact_sum, matmul, pointwise, reduction
 from fxround.runtime.cpu import several as cpu_several

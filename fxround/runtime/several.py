@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Contract, Reduce
 from fxround.kernels.losses import (
     contract_losses,
     has_losses,
@@ -18,7 +19,6 @@ from fxround.kernels.losses import (
     scatter_losses,
     unpacked,
 )
-from fxround.kernels.shapes import Contract, Reduce
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_exact

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fxround  # noqa: F401  registers the operators
 from fxround.kernels.contractions import contract_kernel
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.forms.truncation import neighbour, up_or_down
 from fxround.numerics.arithmetic.rounding import round_expr

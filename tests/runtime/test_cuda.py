@@ -22,10 +22,10 @@ from torch import Tensor
 from fxround.graph.dialect import Cumsum
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import cumsum_kernel, exact_kernel, largest_kernel, scatter_kernel, sum_kernel
-from fxround.kernels.shapes import Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.arithmetic.randomness import (

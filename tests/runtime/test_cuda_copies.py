@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.cuda import texts_of
 from fxround.kernels.contractions import contract_kernel
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding

@@ -14,9 +14,9 @@ from neighbours import Array
 from torch import Tensor
 
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Contract, Map
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Contract, Map
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.randomness import random_function
 from fxround.numerics.modes import Rounding

@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.cuda import texts_of
 from fxround.graph.dialect import Cumsum
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Contract, Exact, Reduce
 from fxround.kernels.reductions import cumsum_kernel, exact_kernel, scatter_kernel, sum_kernel
-from fxround.kernels.shapes import Contract, Exact, Reduce
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.cuda import texts_of
 from fxround.graph.dtypes import LOADS
+from fxround.kernels.kinds import Map
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
-from fxround.kernels.shapes import Map
 from fxround.numerics.formats.storage import Storage
 from fxround.runtime import reference
 from fxround.runtime.cuda import pointwise

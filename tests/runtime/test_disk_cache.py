@@ -394,7 +394,7 @@ def test_what_builds_code_imports_nothing_that_the_key_leaves_out(patterns: tupl
     root = Path(fxround.__file__).parent
     graph = nx.DiGraph((name, used) for name, path in modules().items() for used in imports(path))
     graph.add_nodes_from(modules())
-    builders = {name for name in modules() if name.startswith((folder, "kernels.shapes"))}
+    builders = {name for name in modules() if name.startswith((folder, "kernels.kinds"))}
     needed = builders.union(*(nx.descendants(graph, name) for name in builders))
     matched = {file for pattern in patterns for file in root.glob(pattern)}
     assert len(needed) > 30

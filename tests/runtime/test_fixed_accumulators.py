@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import fxround
 from fxround import Policy, PolicyError, Rule, UnsupportedRounding
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Reduce
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, scatter_kernel, sum_kernel
-from fxround.kernels.shapes import Reduce
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import MODES, Rounding

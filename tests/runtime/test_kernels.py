@@ -16,10 +16,10 @@ from torch import Tensor
 
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Word
 from fxround.kernels.maps import fused_kernel, map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import cumsum_kernel, scatter_kernel, sum_kernel
-from fxround.kernels.shapes import Word
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.formats import FORMATS

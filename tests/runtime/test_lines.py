@@ -17,8 +17,8 @@ from summation_trees import chain, check, masks, stated
 from torch import Tensor
 
 from fxround.graph.dtypes import FORMAT_OF
+from fxround.kernels.kinds import Exact
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
-from fxround.kernels.shapes import Exact
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
 from fxround.numerics.specification.exact import round_exact

@@ -15,7 +15,7 @@ from product_operands import KINDS, RNE, same, threads, values
 from torch import Tensor
 
 from fxround.kernels import from_text
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.runtime.cpu import convolution as module
 from fxround.runtime.cpu import planes
 from fxround.runtime.cpu.code import instruction_set

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fxround
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
+from fxround.kernels.kinds import Exact, Reduce
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, sum_kernel
-from fxround.kernels.shapes import Exact, Reduce
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order

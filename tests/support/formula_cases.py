@@ -21,10 +21,10 @@ from whole_range import DETERMINISTIC, NO_KEY, RNG, ROUNDS, SEED, Operands, chec
 from fxround import Policy, Rule
 from fxround.capture import capture
 from fxround.kernels.contractions import contract_kernel
+from fxround.kernels.kinds import Reduce
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import sum_kernel
-from fxround.kernels.shapes import Reduce
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 import fxround.passes
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import META, ORIGIN, PORT, PORTS
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.numerics.formats import Format

@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Exact
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel, scatter_kernel, sum_kernel
-from fxround.kernels.shapes import Exact
 from fxround.numerics.arithmetic import scalar
 from fxround.numerics.arithmetic.randomness import random_function
 from fxround.runtime import reference

@@ -18,7 +18,7 @@ from torch import Tensor
 from fxround.graph.dialect.call import Call, T, empty, operator, require_state
 from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype, surely
 from fxround.kernels import from_text
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.numerics.formats.storage import Storage
 
 _LONGEST: Final = 1 << 30

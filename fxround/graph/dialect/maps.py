@@ -19,8 +19,8 @@ from fxround.graph.dialect.call import Call, T, empty, operator, read, require_s
 from fxround.graph.dtypes import LOADS, dtype_of, result_storage, stored_as
 from fxround.graph.geometry import broadcast
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Map
 from fxround.kernels.long_programs import is_long
-from fxround.kernels.shapes import Map
 from fxround.numerics.formats.storage import Storage
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, empty, operator, require_state
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Exact, Reduce, Scan
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel
-from fxround.kernels.shapes import Exact, Reduce, Scan
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding

@@ -17,7 +17,7 @@ from fxround.graph.dialect.call import Call, T, empty, operator, require_state, 
 from fxround.graph.dtypes import stored_as
 from fxround.graph.geometry import differ, require_one_dtype, surely
 from fxround.kernels import from_text
-from fxround.kernels.shapes import Scatter
+from fxround.kernels.kinds import Scatter
 from fxround.numerics.formats.storage import Storage
 
 _INDICES: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

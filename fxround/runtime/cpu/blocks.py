@@ -1,4 +1,4 @@
-"""Blocks over CPU tensors: which tensors a kernel of blocks (``kernels.shapes.Blocks``) takes, and its call.
+"""Blocks over CPU tensors: which tensors a kernel of blocks (``kernels.kinds.Blocks``) takes, and its call.
 
 A tensor is read once from memory for its maxima, and again for its elements while it is in the cache.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Blocks
+from fxround.kernels.kinds import Blocks
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import current_machine, current_set, native, signature
 from fxround.runtime.cpu.llvm.blocks import LAYOUT, MOST, BlocksVariant, build_blocks

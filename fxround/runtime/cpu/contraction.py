@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cpu.code import current_set, native, signature

@@ -13,7 +13,7 @@ from typing import Final
 from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Exact
+from fxround.kernels.kinds import Exact
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.llvm.exact import build_exact, lines_across

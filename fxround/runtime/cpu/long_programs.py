@@ -18,8 +18,8 @@ from torch import Tensor
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Map
 from fxround.kernels.long_programs import parts
-from fxround.kernels.shapes import Map
 from fxround.numerics.arithmetic.scalar import Function, param
 from fxround.numerics.formats.storage import CARRIER_OF, ELEMENT_OF, Storage, load, store
 from fxround.runtime import buffers

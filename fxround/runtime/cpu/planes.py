@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.runtime.contractions import TABLES
 from fxround.runtime.cpu.code import current_set, native, signature
 from fxround.runtime.cpu.contraction import Code, Pending, Work, enough_for, in_lines

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import address_of, current_machine, current_set, native, signature

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Reduce, Scan
+from fxround.kernels.kinds import Reduce, Scan
 from fxround.runtime import buffers
 from fxround.runtime.cpu.code import current_machine, current_set, native, signature
 from fxround.runtime.cpu.llvm.reduce import across_lanes, build_across, build_along, build_scan, one_register

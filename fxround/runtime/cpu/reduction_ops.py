@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd, ScatterCall
 from fxround.graph.dialect.reductions import dims_of
-from fxround.kernels.shapes import Exact
+from fxround.kernels.kinds import Exact
 from fxround.runtime.contributions import contributions_of
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.reduction import run_reduce, run_scan

@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Scatter
+from fxround.kernels.kinds import Scatter
 from fxround.runtime import buffers
 from fxround.runtime.contributions import Contributions
 from fxround.runtime.cpu.code import native, signature

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final
 
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime.cpu.code import address_of, current_set, native
 from fxround.runtime.cpu.llvm.several import build_several

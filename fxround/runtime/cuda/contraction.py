@@ -15,7 +15,7 @@ from torch import Tensor
 from fxround.graph.dialect import Call, Convolution, ConvolutionInputGradient, ConvolutionWeightGradient, Matmul
 from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Placing, Plain, Product, Right, convolution, input_gradient, weight_gradient
 from fxround.runtime.cuda.arguments import ContractionShape, key_of, layout

@@ -15,7 +15,7 @@ from fxround.graph.dialect import Fused, Pointwise, ProgramCall
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
 from fxround.kernels import from_text
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.runtime import buffers
 from fxround.runtime.cuda.arguments import key_of, layout
 from fxround.runtime.cuda.cpp.common import preamble

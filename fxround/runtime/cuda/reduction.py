@@ -13,7 +13,7 @@ from torch import Tensor
 from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd, ScatterCall
 from fxround.graph.dialect.reductions import dims_of
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.runtime import buffers
 from fxround.runtime.contributions import Contributions, contributions_of
 from fxround.runtime.cuda.arguments import LineSteps, count, key_of

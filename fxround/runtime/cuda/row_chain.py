@@ -13,7 +13,7 @@ from torch import Tensor
 from fxround.graph.dialect import Fused, ProgramCall
 from fxround.graph.dtypes import LOADS, STORAGES, dtype_of
 from fxround.kernels import from_text
-from fxround.kernels.shapes import Exact, Map, Reduce
+from fxround.kernels.kinds import Exact, Map, Reduce
 from fxround.runtime import buffers
 from fxround.runtime.cuda.arguments import key_of, layout
 from fxround.runtime.cuda.cpp.common import preamble

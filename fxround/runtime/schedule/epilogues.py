@@ -30,7 +30,7 @@ from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, Matmul, P
 from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.graph.values import copy_node
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Product

@@ -20,7 +20,7 @@ from fxround.graph.dtypes import LOADS
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
 from fxround.graph.values import copy_node, module_of
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.runtime.draw import NO_KEY, Draw
 
 

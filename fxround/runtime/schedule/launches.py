@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from fxround.graph.dialect import Call, Fused, Pointwise, Sum, read
 from fxround.graph.dtypes import STORAGES, dtype_of
+from fxround.kernels.kinds import Exact, Map, Reduce
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import largest_kernel
-from fxround.kernels.shapes import Exact, Map, Reduce
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.contraction import Code, Pending, Work
 from fxround.runtime.cpu.llvm.row_copies import build_rows

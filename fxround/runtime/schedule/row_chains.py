@@ -29,7 +29,7 @@ from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
 from fxround.kernels import from_text
-from fxround.kernels.shapes import Exact, Reduce
+from fxround.kernels.kinds import Exact, Reduce
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.operators.rules import argument
 from fxround.runtime import buffers

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Blocks, Map
+from fxround.kernels.kinds import Blocks, Map
 from fxround.numerics.arithmetic.branches import needed
 from fxround.numerics.arithmetic.scalar import (
     WIDTH,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Exact
+from fxround.kernels.kinds import Exact
 from fxround.numerics.formats.storage import CARRIER_OF
 from fxround.runtime.cpu.llvm import exact_blocks
 from fxround.runtime.cpu.llvm.exact_bins import LANES, Bins, Tables, total_function

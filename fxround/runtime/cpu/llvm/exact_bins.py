@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Exact
+from fxround.kernels.kinds import Exact
 from fxround.numerics.formats.carriers import CARRIERS
 from fxround.runtime.cpu.llvm.loops import (
     I32,

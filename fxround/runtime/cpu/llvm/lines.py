@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Exact, Reduce, Scan
+from fxround.kernels.kinds import Exact, Reduce, Scan
 from fxround.runtime.cpu.llvm.loops import (
     I32,
     I64,

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.randomness import BLOCK, GAMMA, draw_function, mix_function
 from fxround.numerics.arithmetic.scalar import Expr
 from fxround.numerics.formats.storage import BYTES_OF, Storage

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.numerics.formats.storage import ELEMENT_OF
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.loops import (

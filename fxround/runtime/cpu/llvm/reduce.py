@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Reduce, Scan
+from fxround.kernels.kinds import Reduce, Scan
 from fxround.numerics.arithmetic.scalar import const
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for

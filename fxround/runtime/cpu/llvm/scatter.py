@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Scatter
+from fxround.kernels.kinds import Scatter
 from fxround.runtime.cpu.llvm.loops import (
     I64,
     MEMORY,

@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Reduce, Scan
+from fxround.kernels.kinds import Reduce, Scan
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.lines import ARGS, Scattered
 from fxround.runtime.cpu.llvm.loops import I64, Carried, count, define, load_vector, store_vector, transpose

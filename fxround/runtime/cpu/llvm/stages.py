@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.branches import needed
 from fxround.numerics.arithmetic.scalar import Expr
 

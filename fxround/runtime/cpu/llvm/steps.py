@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.numerics.arithmetic.scalar import WIDTH, Function
 from fxround.numerics.formats.carriers import CARRIERS
 from fxround.runtime.cpu.llvm.engine import Machine

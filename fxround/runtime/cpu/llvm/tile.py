@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.numerics.arithmetic.scalar import Expr, Function
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.loops import I64, MEMORY, Carried, at, count, iota, masked_load, scratch, store_vector

@@ -7,7 +7,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Final
 
-from fxround.kernels.shapes import Contract, Exact, Kernel, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Contract, Exact, Kernel, Reduce, Scan, Scatter
 from fxround.numerics.arithmetic.randomness import (
     WIDTHS,
     coins_function,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.kernels.shapes import Contract
+from fxround.kernels.kinds import Contract
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.copies import COPIES, THREADS, Copying, Operand, SharedStage, Way
 from fxround.runtime.cuda.cpp.map import CudaMapVariant, how_read, indented, seeds, stores, walk

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.numerics.arithmetic.scalar import const
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
 from fxround.runtime.cuda.cpp.table import TYPES, constant

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fxround.kernels.shapes import Exact, Reduce, Scan, Scatter
+from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.numerics.arithmetic.scalar import const
 from fxround.numerics.formats.storage import CARRIER_OF
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream

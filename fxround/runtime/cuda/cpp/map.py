@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, element, global_, pointer, stored
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from fxround.kernels.shapes import Map, Reduce
+from fxround.kernels.kinds import Map, Reduce
 from fxround.numerics.arithmetic.scalar import const
 from fxround.numerics.formats.storage import Storage
 from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream

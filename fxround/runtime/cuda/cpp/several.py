@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from fxround.kernels.shapes import Map
+from fxround.kernels.kinds import Map
 from fxround.numerics.formats.storage import BYTES_OF
 from fxround.runtime.cuda.cpp.common import MEMORY, element, global_
 from fxround.runtime.cuda.cpp.map import indented, map_call, seeds
