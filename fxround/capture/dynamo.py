@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.aliases import Returned
-from fxround.capture.guards import Noted, spelled
+from fxround.capture.guards import EVERY_GUARD, Noted, spelled
 from fxround.capture.leftovers import installed_names
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.memory_reads import memory_reads
@@ -204,7 +204,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         skip_nnmodule_hook_guards=False,
         recompile_limit=GRAPHS if own_graphs() else _GRAPHS_OF_CODE,
         accumulated_recompile_limit=_GRAPHS_OF_CODE,
-        use_recursive_dict_tags_for_guards=False,  # as for the guards of a capture
+        **EVERY_GUARD,
         suppress_errors=False,
     )
     with settings, separate_sizes(), logging_while_traced(), python_gaps(), numpy_numbers():

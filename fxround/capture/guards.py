@@ -53,6 +53,11 @@ _HOOKS: Final = "EMPTY_NN_MODULE_HOOKS_DICT"
 _EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
 # The kind of guards on the keys of a dict. They do not notice the order of an OrderedDict after move_to_end.
 _KEYS: Final = "DICT_KEYS_MATCH"
+# Dynamo's settings for guards on what is in a dict that is as it was: evaluated. torch 2.11 evaluates none on a module
+# or a tensor there, which may have changed in place.
+EVERY_GUARD: Final = MappingProxyType(
+    {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
+)
 _MISSING: Final = object()
 # The types of constants, whose identity says no more than their value.
 _BY_VALUE: Final = (type(None), str, bytes, int, float, complex)
@@ -427,8 +432,7 @@ def _checker(
         guard_nn_modules=True,
         skip_nnmodule_hook_guards=False,
         use_lamba_guard_for_object_aliasing=False,
-        # The default of torch 2.11 evaluates no guard on a module whose dicts are as they were.
-        use_recursive_dict_tags_for_guards=False,
+        **EVERY_GUARD,
     ):
         try:
             return Checker(code, noted)

@@ -224,3 +224,46 @@ def test_what_a_model_did_not_find_may_appear_later(
     assert torch.equal(compiled(x), x) and torch.equal(compiled(x), x) and len(compiled.captures()) == 1
     change(model, monkeypatch)
     assert torch.equal(compiled(x), 1.5 * x)
+
+
+_TENSORS: dict[str, Tensor] = {}
+
+
+class _OfDicts(nn.Module):
+    """A model that asks what a tensor is which it finds in a dict. counting: it changes Python state, too."""
+
+    def __init__(self, find: Callable[[Any], Tensor], ask: Callable[[Tensor], bool], counting: bool) -> None:
+        super().__init__()
+        self.find, self.ask, self.counting, self.calls = find, ask, counting, 0
+        self.held = torch.arange(16.0).view(4, 4)
+        self.table = {"held": torch.arange(16.0).view(4, 4)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counting:
+            self.calls += 1
+        return x * (2 if self.ask(self.find(self)) else 3)
+
+
+@pytest.mark.parametrize("counting", [False, True], ids=["captured", "replayed"])
+@pytest.mark.parametrize(
+    "ask, change",
+    [
+        (lambda w: w.is_contiguous(), lambda w: setattr(w, "data", w.detach().T.contiguous().T)),
+        (lambda w: w.shape[0] == 4, lambda w: setattr(w, "data", torch.ones(5, 4))),
+        (lambda w: not w.requires_grad, lambda w: w.requires_grad_()),
+    ],
+    ids=["layout", "shape", "requires_grad"],
+)
+@pytest.mark.parametrize(
+    "find",
+    [lambda m: m.held, lambda m: m.table["held"], lambda m: _TENSORS["held"]],
+    ids=["attribute", "dict", "global dict"],
+)
+def test_a_tensor_in_a_dict_may_change_in_place(find: Any, ask: Any, change: Any, counting: bool) -> None:
+    _TENSORS["held"], x = torch.arange(16.0).view(4, 4), torch.ones(3)
+    model = _OfDicts(find, ask, counting)
+    compiled = fxround.compile(model, "reproducible")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), 2 * x) and torch.equal(compiled(x), 2 * x)
+        change(find(model))
+        assert torch.equal(compiled(x), 3 * x)
