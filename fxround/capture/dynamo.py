@@ -244,15 +244,16 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         stack.enter_context(numpy_numbers())
         installed = stack.enter_context(installed_names(get_traced_fn(traced)[0].__globals__))
         captured = fullgraph_capture(traced, args, kwargs)
-    if captured.backend_input is not None and not _outputs(captured.backend_input.graph_module):
+    if captured.backend_input is None:
+        raise CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
+    if not _outputs(captured.backend_input.graph_module):
         raise CaptureError(
             f"{type(model).__name__} returns arguments, parameters and buffers alone: there is nothing to round in its "
             "result. Call it as it is."
         )
     graph: fx.GraphModule = create_fx_graph_from_captured_output(captured, traced, args, kwargs)
     # Dynamo stores the graph in the globals of the model's code, where it would keep the model alive.
-    if captured.backend_input is not None:
-        captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
+    captured.graph_capture_output.f_globals.pop(captured.backend_input.backend_id, None)
     changes = [c for c in effects if isinstance(c, Change)]
     if changes:
         raise LeftToPython(model, [(spelled(c.source), c.kind, c.line) for c in changes])

@@ -55,9 +55,10 @@ _EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
 _KEYS: Final = "DICT_KEYS_MATCH"
 # Dynamo's settings for guards on what is in a dict that is as it was: evaluated. torch 2.11 evaluates none on a module
 # or a tensor there, which may have changed in place.
-EVERY_GUARD: Final = MappingProxyType(
-    {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
-)
+EVERY_GUARD: Final[dict[str, Any]] = {
+    "use_recursive_dict_tags_for_guards": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
+}
 _MISSING: Final = object()
 # The types of constants, whose identity says no more than their value.
 _BY_VALUE: Final = (type(None), str, bytes, int, float, complex)

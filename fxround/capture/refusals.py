@@ -239,8 +239,6 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
     called: the sizes of the arguments, if they are known. stack: that of the operation, if the error does not name it.
     """
     text = _OF_LOOPS.sub("", str(error))
-    if "backend_input must not be None" in text:
-        return CaptureError(f"{type(model).__name__} computes no tensor: there is nothing to round. Call it as it is.")
     if "wrap a dual tensor input" in text:  # since torch 2.14; earlier versions trace it, and its call is refused
         return CaptureError(TANGENTS_REFUSED)
     frames = list(getattr(error, "real_stack", None) or ())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround.errors import CaptureError
 
 LENGTHS = ([5, 3, 2], [2, 2, 1], [5, 5, 5], [1, 0, 1])
 
@@ -33,6 +34,10 @@ def test_bits_are_those_of_the_model_for_every_number(tmp_path: Path) -> None:
     model = Masked()
     compiled = fxround.compile(model, "reproducible")
     x = torch.arange(60.0).reshape(3, 5, 4) - 30  # whole numbers, so that stock PyTorch's results are exact
+    if torch.__version__ < "2.12":  # it cannot trace the derivative of a slice of such a size
+        with pytest.raises(CaptureError, match=r"Masked.*\n.*x\[:, :longest\].*\n.*memo disaster"):
+            compiled(x, torch.tensor(LENGTHS[0]))
+        return
     for numbers in LENGTHS * 2:
         gradients = []
         for module in (compiled, model):

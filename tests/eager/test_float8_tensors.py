@@ -49,7 +49,9 @@ def test_a_conversion_has_the_bits_of_pytorch(dtype: torch.dtype, source: torch.
     """Overflow included: e4m3fn saturates, e5m2 has infinities, the others become NaN. The sign of a NaN is free."""
     x = spread(2000).to(source)
     convert = fxround.compile(lambda t: t.to(dtype), "reproducible")
-    got, want = convert(x), x.to(dtype)
+    # PyTorch saturates since 2.13; before, overflow was NaN. fxround's bits do not depend on the version.
+    saturates = dtype == torch.float8_e4m3fn and torch.__version__ < "2.13"
+    got, want = convert(x), (x.clamp(-448, 448) if saturates else x).to(dtype)
     different = (codes(got) != codes(want)) & ~(x.isnan() & got.float().isnan())
     assert got.dtype == dtype and not different.any(), (x[different][:5], got[different][:5])
     assert not convert.coverage().unrounded
