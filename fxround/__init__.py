@@ -54,6 +54,7 @@ from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.quantize_weights import quantize_weights
 from fxround.tuning.report import QuantizationReport, WeightRounding
 from fxround.tuning.switch import Switch, store_integers
+from fxround.tuning.train_widths import train_widths
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
@@ -119,5 +120,6 @@ __all__ = [
     "selftest",
     "store_integers",
     "table",
+    "train_widths",
     "variability",
 ]

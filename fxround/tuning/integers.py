@@ -7,8 +7,8 @@ The arithmetic of "Double Rounding" (Huang et al., "Nearly Lossless Adaptive Bit
     (2)  q_l = clip(round(q_h / 2^d), -2^(l-1), 2^(l-1) - 1)
     (3)  w_l = q_l * s * 2^d
 
-Both roundings are to the nearest integer, ties to even: the paper does not say which, and its figures are drawn by a
-framework whose rounding is this one. (2) is computed in integers. s * 2^d is rounded once to the format of the scale,
+Both roundings are to the nearest integer, ties to even, where the paper says nothing about ties; (1) may have another
+mode to nearest. (2) is computed in integers. s * 2^d is rounded once to the format of the scale,
 which is exact unless it overflows, and the product with q_l once to the dtype of the weight. Integers have no negative
 zero: a weight that becomes 0 becomes +0.
 """

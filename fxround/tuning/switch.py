@@ -25,9 +25,9 @@ from fxround.numerics.formats.fixed_point import integers
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import Mode
 from fxround.policy import Policy
-from fxround.significance.inputs import calls
+from fxround.significance.inputs import ModelCall, calls
 from fxround.spelling import nearest as near
-from fxround.tuning.integers import EVEN, LEAST, MOST, Scales, blocks_of, decode, decoded, encode
+from fxround.tuning.integers import LEAST, MOST, Scales, blocks_of, decode, decoded, encode
 from fxround.tuning.weights import Weight, weights_of
 
 # The attribute of the result that switches.
@@ -46,7 +46,8 @@ def store_integers(
     The weights that the policy rounds to integers, as for ``quantize_weights``, become integers of the format's width h
     with the format's scales. ``switch(l)`` rounds these integers again, to l bits:
     clip(round(q / 2^(h - l)), -2^(l-1), 2^(l-1) - 1) with the scale s * 2^(h - l), ties to even. This is Double
-    Rounding (Huang et al., arXiv 2502.01199, section 3.1, equations 1 to 3, without zero points).
+    Rounding (Huang et al., arXiv 2502.01199, section 3.1, equations 1 to 3, without zero points). The first rounding is
+    in the mode of the format, ``nearest_even`` unless it names another one to nearest.
 
     Args:
         model: any ``torch.nn.Module`` that ``fxround.compile`` takes. It is not changed.
@@ -75,44 +76,79 @@ def store_integers(
         compiled.switch(4)
         compiled.switch({"0": 8, "2": 2})
     """
+    chosen = require_storable(model, widths)
+    with torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad():
+        result = copy.deepcopy(model).eval()
+        weights = integer_weights(result, Policy.parse(policy), next(calls(model, data, batch_size)), chosen)
+        for name, weight in weights.items():
+            add_integers(result, name, weight.value, weight.scales, weight.widths, weight.mode)
+    return with_switch(result, like=model)
+
+
+@dataclass(frozen=True)
+class IntegerWeight:
+    """A parameter that a policy rounds to integers.
+
+    value    the parameter as it is
+    scales   those of the stored width
+    widths   in order; the last is the stored one
+    mode     to nearest: how a quotient is rounded
+    """
+
+    value: Tensor
+    scales: Scales
+    widths: tuple[int, ...]
+    mode: Mode
+
+
+def require_storable(model: nn.Module, widths: Iterable[int] | None) -> list[int] | None:
+    """Return widths in order. Raises TypeError and ValueError for wrong ones, and for a model that has a ``switch``."""
     require_module(model)
-    parsed = Policy.parse(policy)
-    chosen = None if widths is None else _require_widths(widths)
     if hasattr(model, SWITCH):
         raise ValueError(f"the model has an attribute {SWITCH!r}, the name of what switches; rename or delete it")
-    with torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad():
-        call = next(calls(model, data, batch_size))
-        result = copy.deepcopy(model).eval()
-        entry = compile(result, parsed, unroll_loops=True)._entry(call.args, call.kwargs)
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
-        weights = weights_of(result, entry, leaves, parsed)
-        stored = {name: _stored_bits(weight) for name, weight in weights.items()}
-        if chosen is not None and chosen[-1] > max(stored.values()):
-            most = max(stored.values())
-            raise ValueError(f"widths has {chosen[-1]}, and the policy stores at most {most} bits; expected no more")
-        blocks = _blocks(result, entry, leaves, parsed, weights)
-        for name, weight in weights.items():
-            scales = Scales.of(weight.grid.scales[0], blocks[name])
-            served = [bits for bits in chosen or range(LEAST, MOST + 1) if bits <= stored[name]]
-            add_integers(result, name, weight.value, scales, stored[name], served, weight.grid.rounding.mode)
-    for own, other in zip(result.modules(), model.modules(), strict=True):
-        own.training = other.training
-    return with_switch(result)
+    return None if widths is None else _require_widths(widths)
 
 
-def add_integers(
-    model: nn.Module, name: str, value: Tensor, scales: Scales, stored: int, widths: Sequence[int], mode: Mode = EVEN
-) -> None:
+def integer_weights(
+    model: nn.Module, policy: Policy, call: ModelCall, widths: Sequence[int] | None
+) -> dict[str, IntegerWeight]:
+    """Return the parameters that a policy rounds to integers, by name. The parameters of the model are lost.
+
+    widths: in order; None for all. Raises ValueError for another format, for widths above the largest stored one or
+    without a stored one, and what ``weights_of`` raises.
+    """
+    entry = compile(model, policy, unroll_loops=True)._entry(call.args, call.kwargs)
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    weights = weights_of(model, entry, leaves, policy)
+    stored = {name: _stored_bits(weight) for name, weight in weights.items()}
+    most = max(stored.values())
+    if widths is not None and widths[-1] > most:
+        raise ValueError(f"widths has {widths[-1]}, and the policy stores at most {most} bits; expected no more")
+    for name, bits in stored.items():
+        if widths is not None and bits not in widths:
+            raise ValueError(f"the weight {name} is stored in {bits} bits; expected this width among the widths")
+    blocks = _blocks(model, entry, leaves, policy, weights)
+    return {
+        name: IntegerWeight(
+            weight.value,
+            Scales.of(weight.grid.scales[0], blocks[name]),
+            tuple(bits for bits in widths or range(LEAST, MOST + 1) if bits <= stored[name]),
+            weight.grid.rounding.mode,
+        )
+        for name, weight in weights.items()
+    }
+
+
+def add_integers(model: nn.Module, name: str, value: Tensor, scales: Scales, widths: Sequence[int], mode: Mode) -> None:
     """Store a weight of a model as integers in buffers, and set it to the numbers that they stand for.
 
-    value: the weight. mode: of equation 1. Raises ValueError for widths without the stored one, for buffers whose names
-    are taken, and for scales whose products with the largest integers overflow.
+    value: the weight. widths: in order; the last is the stored one. mode: of equation 1. Raises ValueError for buffers
+    whose names are taken, and for scales whose products with the largest integers overflow.
     """
-    if stored not in widths:
-        raise ValueError(f"the weight {name} is stored in {stored} bits; expected this width among the widths")
+    stored = widths[-1]
     # Of all widths, the least integer with its scale is the same number.
     least = torch.full_like(scales.values, -(1 << stored - 1)).to(torch.int32)
-    if not decode(least, scales.values, stored, min(widths), value.dtype).isfinite().all():
+    if not decode(least, scales.values, stored, widths[0], value.dtype).isfinite().all():
         raise ValueError(
             f"the weight {name}: -2^{stored - 1} times its scale overflows {value.dtype}; scale the weight down"
         )
@@ -123,13 +159,15 @@ def add_integers(
             raise ValueError(f"the module {owner or type(model).__name__} has an attribute {leaf}{end}; rename it")
     module.register_buffer(f"{leaf}{_INTEGERS}", encode(value, scales.full(value.shape), stored, mode))
     module.register_buffer(f"{leaf}{_SCALE}", scales.values)
-    for end, numbers in ((_BLOCKS, scales.blocks), (_BITS, (stored, *sorted(widths)))):
+    for end, numbers in ((_BLOCKS, scales.blocks), (_BITS, (stored, *widths))):
         module.register_buffer(f"{leaf}{end}", torch.tensor(numbers, dtype=torch.int64, device=value.device))
     _write(_stored(model, name), stored)
 
 
-def with_switch(model: nn.Module) -> nn.Module:
-    """Give a model with stored integers its ``switch``; returns the model."""
+def with_switch(model: nn.Module, like: nn.Module) -> nn.Module:
+    """Give a model with stored integers its ``switch``, and another's training flags; returns the model."""
+    for own, other in zip(model.modules(), like.modules(), strict=True):
+        own.training = other.training
     setattr(model, SWITCH, Switch(model))
     return model
 

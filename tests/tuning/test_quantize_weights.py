@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from weight_models import Mixed, Shared, Unreached, mlp, only_weights, rows
 
 import fxround
 from fxround import demo
@@ -25,36 +26,6 @@ FORMATS = [
     *("int4:channel", "int2:8", "int8", "uint4:8", "nvfp4", "mxfp4", "mxfp8:8", "scaled(nf4;16,binary32,nearest)"),
     *("scaled(table(-1,0,1);channel,binary32,nearest)", "scaled(e4m3fn;tensor,binary32,inverse)", "bfp(4,16)"),
 ]
-
-
-class Mixed(nn.Module):
-    """A convolution of groups, a transposed one, an attention layer and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups = nn.Conv1d(4, 8, 3, padding=1, groups=2)
-        self.back = nn.ConvTranspose1d(8, 8, 3, groups=2)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.back(self.groups(x)).transpose(1, 2)
-        y = y + self.attention(y, y, y, need_weights=False)[0]
-        result: Tensor = self.head(y.mean(1))
-        return result
-
-
-def mlp(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 5))
-
-
-def rows(count: int = 32) -> Tensor:
-    return torch.randn(count, 24, generator=torch.Generator().manual_seed(1))
-
-
-def only_weights(text: str) -> Policy:
-    return of_operands(f"weights {text}", Rule(role="weight", operands=text))
 
 
 def in_groups(w: Tensor, groups: int, text: str, dims: tuple[int, ...]) -> Tensor:
@@ -210,17 +181,6 @@ def test_a_loader_of_the_digits_cnn() -> None:
     assert all(15 < row.weight_sqnr < 30 and row.output_sqnr is not None for row in report.weights)
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.b(self.a(x))
-        return y
-
-
 class Tied(nn.Module):
     """An embedding whose weight is that of the head."""
 
@@ -231,16 +191,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.embedding(x))
-        return y
-
-
-class Unreached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.used(x)
         return y
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rationals import rounded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from weight_models import Mixed, Shared, Unreached, mlp, only_weights, rows
 
 import fxround
 from fxround.policy import Policy, Rule
@@ -31,30 +33,14 @@ FORMATS = {
 }
 
 
-class Mixed(nn.Module):
-    """A convolution of groups, a transposed one of groups, an attention layer and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups = nn.Conv1d(4, 8, 3, padding=1, groups=2)
-        self.back = nn.ConvTranspose1d(8, 8, 3, groups=2)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.back(self.groups(x)).transpose(1, 2)
-        y = y + self.attention(y, y, y, need_weights=False)[0]
-        result: Tensor = self.head(y.mean(1))
-        return result
+@cache
+def once() -> nn.Module:
+    return fxround.store_integers(mlp(), "int8:channel", rows())
 
 
-def mlp(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 5))
-
-
-def rows(count: int = 8) -> Tensor:
-    return torch.randn(count, 24, generator=torch.Generator().manual_seed(1))
+def stored_mlp() -> Any:
+    """A copy of ``mlp()`` with integers of 8 bits, which serve 2 to 8."""
+    return copy.deepcopy(once())
 
 
 def nearest(value: Fraction, dtype: torch.dtype) -> float:
@@ -124,6 +110,23 @@ def test_quotients_are_rounded_once() -> None:
     assert (divided != torch.tensor(got)).any()
 
 
+def test_the_first_rounding_has_the_mode_of_the_format() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight[0, :4] = torch.tensor([127.0, 0.5, 2.5, -2.5])  # ties of the scale 1
+    integers_of = {}
+    for text in ("int8", "int8/nearest_away", "int8/stochastic"):
+        stored = fxround.store_integers(model, only_weights(text), rows())
+        integers_of[text] = stored[0].weight_integers[0, :4].tolist()
+    assert integers_of["int8"] == integers_of["int8/stochastic"] == [127, 0, 2, -2]
+    assert integers_of["int8/nearest_away"] == [127, 1, 3, -3]
+    model[0].requires_grad_(False)
+    data = [(rows(), torch.zeros(32, dtype=torch.int64))]
+    options: dict[str, Any] = {"widths": (8,), "epochs": 1, "rate": 1e-30, "progress": False}
+    trained = fxround.train_widths(model, only_weights("int8/nearest_away"), data, **options)
+    assert trained[0].weight_integers[0, :4].tolist() == [127, 1, 3, -3]
+
+
 @pytest.mark.part(2)
 @pytest.mark.parametrize(
     "text", ["int8:channel", "int8", "int8:3", "int6:8", "int12:channel", "scaled(int8;8,e8m0fnu,up)"]
@@ -131,7 +134,7 @@ def test_quotients_are_rounded_once() -> None:
 def test_all_widths_are_two_roundings_by_hand(text: str) -> None:
     torch.manual_seed(0)
     model, x = Mixed().eval(), torch.randn(3, 4, 10)
-    policy = of_operands(f"weights {text}", Rule(role="weight", operands=text))
+    policy = only_weights(text)
     stored = fxround.store_integers(model, policy, x)
     names = ["groups.weight", "back.weight", "attention.in_proj_weight", "attention.out_proj.weight", "head.weight"]
     assert sorted(stored.switch.bits) == sorted(names)
@@ -286,7 +289,7 @@ def test_a_layout_that_is_not_row_major_is_kept() -> None:
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("compiles", [True, False])
 def test_a_switch_between_a_forward_and_its_backward_pass_is_an_error(training: bool, compiles: bool) -> None:
-    stored = fxround.store_integers(mlp(), "int8:channel", rows()).train(training)
+    stored = stored_mlp().train(training)
     module: Any = fxround.compile(stored, "reproducible") if compiles else stored
     x = rows().requires_grad_()
     result = module(x).sum()
@@ -299,7 +302,7 @@ def test_a_switch_between_a_forward_and_its_backward_pass_is_an_error(training: 
 
 
 def test_a_switch_inside_of_a_backward_pass_is_refused() -> None:
-    stored = fxround.store_integers(mlp(), "int8:channel", rows())
+    stored = stored_mlp()
     x = rows().requires_grad_()
     y = stored(x)
     y.register_hook(lambda gradient: stored.switch(4))
@@ -309,8 +312,7 @@ def test_a_switch_inside_of_a_backward_pass_is_refused() -> None:
 
 
 def test_changed_weights_are_not_lost_unnoticed() -> None:
-    model = mlp()
-    stored = fxround.store_integers(model, "int8:channel", rows())
+    model, stored = mlp(), stored_mlp()
     optimizer = torch.optim.SGD(stored.parameters(), 0.1)
     stored(rows()).sum().backward()
     optimizer.step()
@@ -328,34 +330,12 @@ def test_changed_weights_are_not_lost_unnoticed() -> None:
 
 
 def test_integers_alone_make_a_file_and_restore_the_weights() -> None:
-    model = mlp()
-    stored = fxround.store_integers(model, "int8:channel", rows())
+    stored = stored_mlp()
     state = {name: value for name, value in stored.state_dict().items() if name not in stored.switch.bits}
     other = fxround.store_integers(mlp(seed=1), "int8:channel", rows())
     other.load_state_dict(state, strict=False)
     other.switch(8, overwrite=True)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), stored.parameters(), strict=True))
-
-
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(24, 24), nn.Linear(24, 24)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.b(self.a(x))
-        return y
-
-
-class Unreached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(24, 8), nn.Linear(24, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.used(x)
-        return y
 
 
 def with_first(value: float) -> nn.Module:
@@ -379,8 +359,8 @@ def with_buffer(name: str) -> nn.Module:
 @pytest.mark.parametrize(
     "model, policy, options, said",
     [
-        (Shared(), "int8:channel", {}, "is shared: a, b read it"),
-        (Unreached(), "int8:channel", {}, r"never reach the weight spare\.weight"),
+        (Shared(24), "int8:channel", {}, "is shared: a, b read it"),
+        (Unreached(24), "int8:channel", {}, r"never reach the weight spare\.weight"),
         (nn.ReLU(), "int8:channel", {}, "rounds no weight|matches nothing|no operation"),
         (with_first(math.nan), "int8:channel", {}, r"the weight 0\.weight has NaNs or infinities"),
         (with_first(math.inf), "int8:channel", {}, r"the weight 0\.weight has NaNs or infinities"),
@@ -434,7 +414,9 @@ def test_types_of_widths(widths: Any) -> None:
     ],
 )
 def test_widths_that_cannot_be_served(bits: Any, error: type[Exception], said: str) -> None:
-    stored = fxround.store_integers(mlp(), "int8:channel", rows(), widths=(8, 4, 2))
+    stored = stored_mlp()
+    for layer in (stored[0], stored[2]):
+        layer.weight_bits = torch.tensor([8, 2, 4, 8])
     before = {name: value.clone() for name, value in stored.state_dict().items()}
     with pytest.raises(error, match=said):
         fxround.compile(stored, "bfloat16").switch(bits)
@@ -442,7 +424,7 @@ def test_widths_that_cannot_be_served(bits: Any, error: type[Exception], said: s
 
 
 def test_converted_scales_and_modules_without_integers_are_refused() -> None:
-    stored = fxround.store_integers(mlp(), "int8:channel", rows()).to(torch.bfloat16)
+    stored = stored_mlp().to(torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"the scales of the weight 0\.weight are torch\.bfloat16; expected torch\.float32"
     ):
@@ -453,5 +435,5 @@ def test_converted_scales_and_modules_without_integers_are_refused() -> None:
 
 def test_a_rule_keeps_what_is_shared() -> None:
     kept = Policy.parse("int8:channel").with_rules(Rule("spare", role="weight", operands="identity", optional=True))
-    stored = fxround.store_integers(Unreached(), kept, rows())
+    stored = fxround.store_integers(Unreached(24), kept, rows())
     assert list(stored.switch.bits) == ["used.weight"]
