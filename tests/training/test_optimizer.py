@@ -293,6 +293,25 @@ def test_a_closure_is_called_with_gradients() -> None:
     assert torch.equal(p, torch.zeros(3))
 
 
+def test_a_scaled_loss_changes_no_bit_and_an_infinite_gradient_no_parameter() -> None:
+    """The scale is a power of two, and nothing underflows."""
+    trained = {}
+    for way in ("plain", "scaled"):
+        net = model()
+        compiled = fxround.compile(net, "reproducible")
+        optimizer = compile_optimizer(optim.Adam(net.parameters()), "stochastic", seed=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=way == "scaled")
+        for factor in (1.0, 1.0, 2.0**125, 1.0):
+            optimizer.zero_grad()
+            if way == "scaled" or factor == 1:
+                scaler.scale(compiled(X).square().sum() * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        trained[way] = [p.detach() for p in net.parameters()]
+        assert scaler.get_scale() == (2.0**9 if way == "scaled" else 1)
+    assert all(torch.equal(a, b) for a, b in zip(trained["plain"], trained["scaled"], strict=True))
+
+
 class Digits(nn.Module):
     """A LeNet-style network with its loss."""
 
