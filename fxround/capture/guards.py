@@ -616,6 +616,8 @@ def _said(source: str, model: nn.Module) -> str:
     """Return a source as the model's author spells it; of a compiled function, the variables of its closure by name."""
     inside = re.sub(r"^L\['self'\]\.function\.__self__", "self", source)
     inside = re.sub(r"\bdict\(type\((.*?)\)\.__dict__\)\['(\w+)'\]", r"\1.\2", inside)
+    inside = re.sub(r"^dict\(type\((.*)\)\.__dict__\)$", r"the class of \1", inside)  # torch 2.15 reads it by its dict
+    inside = re.sub(r"^the class of L\['(\w+)'\]", r"the class of \1", inside)
     code = getattr(getattr(model, "function", None), "__code__", None)
     if code is not None:
         cell = r"^L\['self'\]\.function\.__closure__\[(\d+)\]\.cell_contents"
