@@ -41,6 +41,12 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "equal draws": {"threshold": 0.5, "sensitive": False},
 }
 ALONE, STORED = "alone", "stored, not trained"
+DIFFERENCES = [
+    *((name, ALONE) for name in TOGETHER),
+    ("together, ALRS", "together, without ALRS"),
+    ("HASB", "together, ALRS"),
+    ("HASB", "equal draws"),
+]
 COLUMNS = ["accuracy, %", *(f"{bits} bits" for bits in WIDTHS), "mixtures: mean", "mixtures: worst"]
 
 
@@ -102,11 +108,11 @@ def accuracy(model: nn.Module, test: tuple[Tensor, Tensor]) -> float:
 
 
 def rows(figures: list[dict[str, list[float]]]) -> list[list[str]]:
-    """Return the rows of the table: means over seeds, and differences from each width alone."""
+    """Return the rows of the table: means over seeds, and of differences for the same seed."""
     made = [[name, *means([one[name] for one in figures])] for name in figures[0]]
-    for name in TOGETHER:
-        apart = [[a - b for a, b in zip(one[name], one[ALONE], strict=False)] for one in figures]
-        made.append([f"{name}, minus alone", *means(apart, signed=True)])
+    for name, other in DIFFERENCES:
+        apart = [[a - b for a, b in zip(one[name], one[other], strict=False)] for one in figures]
+        made.append([f"{name}, minus {other}", *means(apart, signed=True)])
     return made
 
 

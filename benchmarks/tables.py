@@ -1,4 +1,4 @@
-"""Write the tables of the pages in DOCUMENTS from the figures under benchmarks/results/.
+"""Write the tables of the pages in DOCUMENTS and OF_OTHER_TABLES from the figures under benchmarks/results/.
 
     python -m benchmarks.tables
 
@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "attribution.md", "few-bits.md"))
+DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "attribution.md"))
+# Pages that have other tables, too.
+OF_OTHER_TABLES: Final = (ROOT / "docs" / "few-bits.md",)
 RESULTS: Final = ROOT / "benchmarks" / "results"
 # What a table says of its measurement, in this order, and the words before it.
 CONDITIONS: Final = {"command": "", "machine": "", "date": "", "torch": "torch ", "load": "load "}
@@ -67,7 +69,7 @@ def written(document: str) -> str:
 
 def main() -> None:
     """Write the tables into the documents."""
-    for document in DOCUMENTS:
+    for document in (*DOCUMENTS, *OF_OTHER_TABLES):
         document.write_text(written(document.read_text(encoding="utf-8")), encoding="utf-8")
         print(document)
 

@@ -122,6 +122,12 @@ def test_the_tables_are_those_of_the_results(path: Path) -> None:
     assert changed != document and tables.written(changed) == document
 
 
+@pytest.mark.parametrize("path", tables.OF_OTHER_TABLES, ids=lambda path: path.name)
+def test_some_tables_are_those_of_the_results(path: Path) -> None:
+    document = path.read_text(encoding="utf-8")
+    assert "<!-- table: " in document and tables.written(document) == document, "python -m benchmarks.tables"
+
+
 def test_a_mark_without_a_table_is_an_error() -> None:
     with pytest.raises(ValueError, match="marks for unknown"):
         tables.written("<!-- table: unknown -->\n<!-- end -->")

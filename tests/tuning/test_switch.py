@@ -260,6 +260,26 @@ def test_state_copies_and_files_keep_integers_scales_and_widths(tmp_path: Path) 
     assert torch.equal(loaded(x), compiled(x))
 
 
+def test_a_program_with_gradients_and_a_model_around_switch_too(tmp_path: Path) -> None:
+    stored = stored_mlp().train()
+    compiled = fxround.compile(stored, "bfloat16")
+    loaded = fxround.load(compiled.export(tmp_path / "model.pt2", rows().requires_grad_(), gradients=True))
+    around = fxround.compile(nn.Sequential(stored), "bfloat16", example_inputs=rows())
+    for bits in (4, 2):
+        stored.switch(bits)
+        fxround.Switch(loaded.program)(bits)
+        assert set(fxround.Switch(around).bits.values()) == {bits}
+        results = []
+        for module in (compiled, loaded, around):
+            x = rows().requires_grad_()
+            y = module(x)
+            y.square().sum().backward()
+            assert x.grad is not None
+            results.append((y, x.grad))
+        for y, gradient in results[1:]:
+            assert torch.equal(y, results[0][0]) and torch.equal(gradient, results[0][1])
+
+
 def test_the_model_and_generators_stay_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)).train()
     model[1].eval()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from weight_models import Shared
 
 import fxround
-from benchmarks import bit_switching
+from benchmarks import bit_switching, tables
 from fxround.numerics.modes import MODES
 from fxround.policy import Policy, Rule
 from fxround.policy.policy import of_operands
@@ -292,3 +292,5 @@ def test_the_table_has_means_and_paired_differences() -> None:
     made = {row[0]: row[1:] for row in bit_switching.rows(figures)}
     assert made["float32"][0] == "91.00 ± 12.71"  # t of one degree of freedom, 12.706, times sqrt(2) / sqrt(2)
     assert made["together, ALRS, minus alone"] == ["-4.00 ± 0.00"] * 4 + ["", ""]
+    stored = tables.tables()["bit-switching"]
+    assert stored["rows"] == bit_switching.rows(stored["seeds"]) and len(stored["seeds"]) == 5
