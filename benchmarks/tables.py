@@ -23,7 +23,7 @@ RESULTS: Final = ROOT / "benchmarks" / "results"
 # What a table says of its measurement, in this order, and the words before it.
 CONDITIONS: Final = {"command": "", "machine": "", "date": "", "torch": "torch ", "load": "load "}
 # Results of another form.
-OTHERS: Final = ("bits",)
+OTHERS: Final = ("bits", "torch_names")
 _MARKED: Final = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

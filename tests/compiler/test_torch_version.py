@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import tomllib
@@ -9,12 +10,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
 
 import fxround
+from benchmarks import torch_versions
 from fxround import CaptureError, new_process, torch_probe
 from fxround.cli import main
 from fxround.compiler import torch_version
@@ -182,3 +184,56 @@ def truncated(value: Fraction) -> Fraction:
     while size / quantum < 128:
         quantum /= 2
     return (size // quantum) * quantum * (1 if value > 0 else -1)
+
+
+# A name that a tested version lacks, and why that is right.
+ASKED_FOR: Final = {"torch._dynamo.variables:object_protocol": "attribute_reads asks for a function of later versions"}
+
+
+def test_the_recorded_private_names_are_those_of_the_code_and_of_this_torch() -> None:
+    names: dict[str, list[str]] = json.loads(torch_versions.NAMES.read_text(encoding="utf-8"))
+    version, repair = torch_versions.minor(torch.__version__), "python -m benchmarks.torch_versions --names"
+    assert names.keys() == torch_versions.private_names(), repair
+    assert {name for name in names if not torch_versions.exists(name)} == {n for n in names if version not in names[n]}
+    assert {name for name, versions in names.items() if not set(TESTED) <= set(versions)} == ASKED_FOR.keys()
+
+
+def test_a_private_name_is_seen_in_imports_attributes_and_names_of_modules() -> None:
+    code = """
+from torch._dynamo import config, utils
+from torch.fx import Node
+import torch
+torch._C._functorch.peek_interpreter_stack().level()
+torch.nn.functional.relu
+importlib.import_module("torch._decomp.decompositions")
+"""
+    names = set(torch_versions._names_in(ast.parse(code)))
+    chain, module = "torch._C._functorch.peek_interpreter_stack", "torch._decomp.decompositions:"
+    assert names == {"torch._dynamo:config", "torch._dynamo:utils", chain, module}
+    assert all(map(torch_versions.exists, names))
+    assert not any(map(torch_versions.exists, ("torch._no", "torch._dynamo:no", "torch._no:a", "torch._C._no.a")))
+
+
+def test_a_run_is_recorded_in_the_row_of_its_version(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    cases = """
+<testsuites><testsuite>
+<testcase classname="tests.capture.test_a" name="x"/>
+<testcase classname="tests.capture.test_a" name="y"><failure message="assert False">E</failure></testcase>
+<testcase classname="tests.test_models" name="z"><error message="No module named 'vision'"/></testcase>
+<testcase classname="tests.test_models" name="s"><skipped message="as is"/></testcase>
+</testsuite></testsuites>"""
+    report.write_text(cases)
+    row = torch_versions.row_of([report], "2026-01-02")
+    named = dict(zip(torch_versions.COLUMNS, row, strict=True))
+    assert named["version"] == torch.__version__ and named["digest"] == torch_versions.digest()
+    assert (named["passed"], named["failed"], named["no package"]) == ("1", "2", "1 (vision)")
+    assert named["tests"] == "capture, models"
+    earlier, later = (["2.9.0", *row[1:]], ["2.100.0", *row[1:]])
+    table: dict[str, Any] = {"rows": [later, earlier, [torch.__version__, *["old"] * (len(row) - 1)]]}
+    added = torch_versions.with_row(table, row)
+    assert added["rows"] == [earlier, row, later] and torch_versions.stale(added) == []
+    assert torch_versions.stale({"rows": [[*row[:3], "0", *row[4:]]]}) == [torch.__version__]
+    report.write_text("<testsuites/>")
+    with pytest.raises(ValueError, match="no test was run"):
+        torch_versions.row_of([report], "2026-01-02")
