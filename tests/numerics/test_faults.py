@@ -104,6 +104,11 @@ def kernel(encoding: Encoding, operator: str, carrier: str, values: list[float],
     return [float(v) for v in found]
 
 
+def test_every_field_has_bits_in_some_encoding() -> None:
+    encodings = [*map(Encoding, (*WITH_ZERO, *INTEGERS)), *OTHERS]
+    assert {name for e in encodings for name, (_, count) in e.fields.items() if count} == set(FIELDS)
+
+
 @pytest.mark.part(3)
 @pytest.mark.parametrize("encoding", [*map(Encoding, (*WITH_ZERO, *INTEGERS)), *OTHERS], ids=said)
 def test_the_kernel_flips_what_the_specification_flips(encoding: Encoding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +14,7 @@ import fxround
 from fxround import cli
 from fxround.numerics.formats import FORMATS, TABLES, Format
 from fxround.numerics.formats.scaled import SCALED
+from fxround.numerics.formats.scaled.format import How
 from fxround.views.descriptions import FormatDescription, ScaledDescription
 
 PEERS: dict[str, Any] = {
@@ -112,6 +113,16 @@ def test_what_scales_are_made_of_in_words() -> None:
     assert isinstance(fixed, ScaledDescription) and isinstance(given, ScaledDescription)
     assert fixed.span == (-8.0, 7.9375) and "-8 to 7.9375" in str(fixed)
     assert given.unit == 0.5 and "given scale" in str(given)
+
+
+@pytest.mark.parametrize("how", get_args(How))
+def test_every_way_to_make_scales_is_said(how: How) -> None:
+    texts: dict[str, str] = {
+        "affine": "uint8:32",
+        "delayed": "scaled(e4m3fn;tensor,binary32,delayed,history=4)",
+    }
+    description = fxround.describe(texts.get(how, f"scaled(e2m1fn;16,e8m0fnu,{how})"))
+    assert isinstance(description, ScaledDescription) and description.how
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
