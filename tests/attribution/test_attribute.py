@@ -651,6 +651,9 @@ def test_what_cannot_be_attributed_is_refused() -> None:
         fxround.attribute(nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64), "stochastic")
     with pytest.raises(UnsupportedOperator, match="complex"):
         fxround.attribute(Calls(lambda x: torch.fft.fft(x).abs()), torch.randn(8), "stochastic")
+    flips = fxround.Policy("flips", (fxround.Rule(rounding="bfloat16", faults="any:0.1"),))
+    with pytest.raises(UnsupportedOperator, match="bits that flip are no roundings"):
+        fxround.attribute(mlp(), torch.randn(5, 24), flips)
     target = torch.tensor([0, 1, 2, 3])
     with pytest.raises(UnsupportedOperator, match="loss: the derivative for aten::multi_margin_loss_backward"):
         fxround.attribute(nn.Linear(3, 4), torch.randn(4, 3), loss=lambda y: F.multi_margin_loss(y, target))
