@@ -60,10 +60,12 @@ def trained(model: nn.Module, **options: Any) -> Any:
 @pytest.mark.parametrize("served", range(2, 9))
 def test_gradients_are_those_of_the_straight_through_rule(served: int) -> None:
     """Dyadic numbers, so that every step is exact: the scale is 1/4, and the factor of LSQ is 1."""
-    w = torch.arange(-40, 40, dtype=torch.float64).mul(0.8125).reshape(8, 10).requires_grad_()
+    least, most, factor = -(2 ** (served - 1)), 2 ** (served - 1) - 1, 2 ** (8 - served)
+    w = torch.arange(-40, 40, dtype=torch.float64).mul(0.8125).reshape(8, 10)
+    w[0, :2] = torch.tensor([least, most]) * 0.25 * factor  # the ends themselves are outside
+    w.requires_grad_()
     scale = torch.full((1, 1), 0.25, dtype=torch.float64, requires_grad=True)
     gradient = torch.arange(80, dtype=torch.float64).reshape(8, 10) - 33
-    least, most, factor = -(2 ** (served - 1)), 2 ** (served - 1) - 1, 2 ** (8 - served)
     rounded = DoubleRounding.apply(w, scale, 1 / most, 8, served)
     rounded.backward(gradient)
     of_weight, of_scale = [], Fraction(0)
