@@ -518,8 +518,7 @@ class RoundedModule(Reaching):
             inputs: arguments as ``example_inputs`` of ``compile``.
             tangents: the gradient of each result as in ``observe_step``, for a training step; None for a forward pass.
 
-        Raises:
-            What capturing raises.
+        Raises what capturing raises.
         """
         args, kwargs = arguments(inputs, "inputs")
         leaves = pytree.tree_leaves((args, kwargs))

@@ -82,7 +82,7 @@ def compare(
         TypeError, ValueError: for wrong arguments, empty data, two policies of one name, and a file of another
             comparison. PolicyError for an unknown policy. Also what ``compile`` raises at capture, and what the model
             and the metrics raise without roundings; all of this comes before a policy runs. FxroundError for a model of
-        which a worker captures another graph. ImportError for workers without joblib.
+            which a worker captures another graph. ImportError for workers without joblib.
 
     The generators of PyTorch are left as they were.
 
