@@ -3,7 +3,8 @@
 **Draws.** Before a test, a fixture that tests share, and the import of a file, the generators of torch, NumPy and
 random are seeded from its name, so that a test draws the same numbers alone, after others, and in every run of a
 commit. Hypothesis draws from the test's own source. ``--seed N`` gives every test other numbers (``./run explore``).
-PyTorch has two threads, whatever the machine has. A test that leaves a setting of the process changed fails.
+PyTorch has two threads, whatever the machine has, which wait without spinning. A test that leaves a setting of the
+process changed fails.
 
 **Order.** ``--shuffle N`` runs the files, and the tests of each file, in an order drawn from N.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import random
 import time
@@ -30,11 +32,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+# OpenMP reads it when PyTorch is loaded. The processes of xdist have more threads than there are cores: one that spins
+# takes the time of one that computes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import hypothesis
 import numpy as np
 import pytest
 import torch
 
+# PyTorch writes a record of every guard and graph of a capture, with stacks, for each handler of this logger. pytest
+# gives handlers to all loggers that do not propagate, which took a seventh of a capture's time, and kept every record.
+logging.getLogger("torch.__trace").propagate = True
 # When no further test begins: the last ones end within the two minutes.
 _SECONDS: Final = 90
 _STARTED: Final = "FXROUND_QUICK_STARTED"
