@@ -55,6 +55,8 @@ from fxround.tuning.quantize_weights import quantize_weights
 from fxround.tuning.report import QuantizationReport, WeightRounding
 from fxround.tuning.switch import Switch, store_integers
 from fxround.tuning.train_widths import train_widths
+from fxround.tuning.tune import tune
+from fxround.tuning.tuning_report import EvaluatedAssignment, PartChoice, TuningReport
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
@@ -68,6 +70,7 @@ __all__ = [
     "CaptureError",
     "ComparisonReport",
     "Coverage",
+    "EvaluatedAssignment",
     "Flip",
     "Flips",
     "Format",
@@ -80,6 +83,7 @@ __all__ = [
     "LocalizeReport",
     "NotInvariant",
     "Operation",
+    "PartChoice",
     "PerplexityReport",
     "Policy",
     "PolicyError",
@@ -96,6 +100,7 @@ __all__ = [
     "SelftestReport",
     "Summary",
     "Switch",
+    "TuningReport",
     "UnsupportedOperator",
     "UnsupportedRounding",
     "VariabilityReport",
@@ -121,5 +126,6 @@ __all__ = [
     "store_integers",
     "table",
     "train_widths",
+    "tune",
     "variability",
 ]

@@ -17,7 +17,7 @@ correction of rounding errors (CENA), BIT 41, 2001; Hutchinson, Comm. Stat. Sim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import NormalDist, fmean, stdev
@@ -186,6 +186,55 @@ def shares_of(subject: Subject, probes: int = 2) -> dict[str, float]:
         name = origins[row.node]
         shares[name] = shares.get(name, 0.0) + abs(row.share)
     return shares
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What the roundings of several operations together do to a result, as parts of the mean square of the result.
+
+    noise   the mean square of what they add to its elements
+    doubt   the mean square of what derivatives miss at these operations
+    """
+
+    noise: float
+    doubt: float
+
+
+def contributions(
+    subject: Subject, output: Output | None, group: Callable[[SiteLosses], Hashable], probes: int = 32
+) -> dict[Hashable, Contribution]:
+    """Return the contribution of each group of operations to the error of a result, from one run of a subject.
+
+    Errors that are known add up within a group before they are squared; errors that are drawn do not. For a result of
+    more elements than ``probes``, directions of random signs estimate the squares without bias. Raises what
+    ``Linearized`` raises.
+    """
+    signs = torch.Generator().manual_seed(subject.seed)
+    run, states = subject.linearized(signs if subject.draws else None, (), ())
+    result = _Result.of(states, subject.spec, output)
+    count = result.count
+    half, exact = torch.full((count,), 0.5), count <= probes
+    directions = torch.eye(count) if exact else [half.bernoulli(generator=signs) * 2 - 1 for _ in range(probes)]
+    added: dict[Hashable, float] = {}
+    missed: dict[Hashable, float] = {}
+    for direction in directions:
+        known: dict[Hashable, float] = {}
+        for site, effects in zip(run.sites, run.backward(result.derived, direction), strict=True):
+            name = group(site)
+            known[name] = known.get(name, 0.0) + effects.effect
+            added[name] = added.get(name, 0.0) + effects.variance
+            missed[name] = missed.get(name, 0.0) + effects.doubt**2
+        for name, effect in known.items():
+            added[name] += effect**2
+    total = float(result.bits.square().sum()) * (1 if exact else probes)
+    return {name: Contribution(_part_of(added[name], total), _part_of(missed[name], total)) for name in added}
+
+
+def _part_of(square: float, total: float) -> float:
+    """Return a part of a sum of squares; infinity for a part of nothing, and for what is no number."""
+    if square == 0:
+        return 0.0
+    return square / total if total and math.isfinite(square / total) else math.inf
 
 
 def rms(values: Tensor) -> float:

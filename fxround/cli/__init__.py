@@ -1,6 +1,6 @@
 """The commands of ``fxround``.
 
-They are demo, inspect, variability, perplexity, compare, attribute, localize, invariance, describe, selftest and
+They are demo, inspect, variability, perplexity, compare, tune, attribute, localize, invariance, describe, selftest and
 doctor. A command is a file of this folder, with its arguments and ``run``, and a line in ``_parser``. Commands parse
 arguments, call the library and print; the same results are available as data (``--json``). A wrong argument prints a
 message on standard error and exits with status 2, without a traceback; a failed check exits with status 1, a command
@@ -11,6 +11,7 @@ interrupted by Ctrl-C with 130. Examples::
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
     $ fxround perplexity net.py:build --inputs tokens.pt --widths 4:12 --samples 5
     $ fxround compare net.py:build --inputs images.npy --policies bfloat16 int8:channel nvfp4 --path rows.json
+    $ fxround tune net.py:build --inputs images.npy --formats bfloat16 int8:channel --budget '>= 30' --policy t.toml
     $ fxround attribute net.py:build --inputs images.npy --formats bfloat16 e4m3fn
     $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
     $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
@@ -36,6 +37,7 @@ from fxround.cli.loading import first_line
 from fxround.cli.localize import add_localize
 from fxround.cli.perplexity import add_perplexity
 from fxround.cli.selftest import add_selftest
+from fxround.cli.tune import add_tune
 from fxround.cli.variability import add_variability
 from fxround.compiler.signature import REFUSED
 from fxround.errors import FxroundError
@@ -76,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add_variability(commands)
     add_perplexity(commands)
     add_compare(commands)
+    add_tune(commands)
     add_localize(commands)
     add_attribute(commands)
     add_invariance(commands)
