@@ -37,7 +37,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 # Words of blocks that only a run with --long takes: they repeat, in seconds each, what tests of their subjects do.
 LONG = {
-    "language-models.md": ("Generating(", "T5Config(", "perplexity(", "Trainer("),
+    "language-models.md": ("Generating(", "T5Config(", "num_beams=", "perplexity(", "Trainer("),
     "loops.md": ("pack_padded_sequence",),
     "reproducibility.md": ("fxround.selftest()",),
     "training.md": ("resumed.py", "torchrun", "step.pt2", "Forces("),
