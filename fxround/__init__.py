@@ -53,6 +53,9 @@ from fxround.tuning.compare import compare
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.quantize_weights import quantize_weights
 from fxround.tuning.report import QuantizationReport, WeightRounding
+from fxround.tuning.sweep import sweep
+from fxround.tuning.sweep_policies import Sweep
+from fxround.tuning.sweep_report import SweepReport, TrainingRun
 from fxround.tuning.switch import Switch, store_integers
 from fxround.tuning.train_widths import train_widths
 from fxround.tuning.tune import tune
@@ -99,7 +102,10 @@ __all__ = [
     "SelftestFailed",
     "SelftestReport",
     "Summary",
+    "Sweep",
+    "SweepReport",
     "Switch",
+    "TrainingRun",
     "TuningReport",
     "UnsupportedOperator",
     "UnsupportedRounding",
@@ -124,6 +130,7 @@ __all__ = [
     "quantize_weights",
     "selftest",
     "store_integers",
+    "sweep",
     "table",
     "train_widths",
     "tune",

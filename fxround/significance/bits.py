@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final, Literal, get_args
@@ -176,6 +177,18 @@ def general_probability(samples: int, confidence: float = CONFIDENCE) -> float:
 def decimal(bits: float) -> float:
     """Return the number of decimal digits of a number of bits."""
     return bits * math.log10(2)
+
+
+def student_half_width(values: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
+    """Return half of Student's interval of a mean: t(n - 1) times the standard error. None below two finite values.
+
+    Raises ImportError without scipy, which the extra ``report`` installs.
+    """
+    n = len(values)
+    if n < 2 or not np.isfinite(values).all():
+        return None
+    student = require("scipy.stats", "report").t.ppf((1 + confidence) / 2, n - 1)
+    return float(student * np.std(values, ddof=1) / math.sqrt(n))
 
 
 def require(module: str, extra: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from fxround.policy import Policy
-from fxround.significance.bits import require
+from fxround.significance.bits import student_half_width
 from fxround.significance.figures import plain
 from fxround.views.table import Table, Value
 
@@ -42,11 +42,7 @@ class Perplexity:
     @property
     def half_width(self) -> float | None:
         """Half of Student's interval of the mean: t(n - 1) times the standard error. None below two finite values."""
-        n = len(self.values)
-        if n < 2 or not math.isfinite(self.mean):
-            return None
-        student = require("scipy.stats", "report").t.ppf((1 + self.confidence) / 2, n - 1)
-        return float(student * np.std(self.values, ddof=1) / math.sqrt(n))
+        return student_half_width(self.values, self.confidence)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 from fxround.atomic_files import write_file
 from fxround.capture.leftovers import computed_once
 from fxround.compiler.signature import require_module
-from fxround.errors import shown
+from fxround.errors import FxroundError, shown
 from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.policy import IDENTITY, Policy
@@ -36,6 +36,7 @@ from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.comparison_runs import Outcome, Run, Shared, outcome_of, said_of
 from fxround.tuning.costs import Costs, costs_of
 from fxround.tuning.studies import described_by, metrics_of, read_file, reading, several
+from fxround.tuning.sweep_policies import Sweep
 
 
 def compare(
@@ -62,7 +63,8 @@ def compare(
             of batches such as a DataLoader. A batch is one of these, or arguments and then a target: ``(x, target)`` if
             the model takes one argument less, ``((x, y), target)`` or ``({"x": x}, target)`` if it does not take both
             parts, and ``((x,), {"y": y}, target)`` for any model.
-        policies: several policies, each as for ``fxround.compile``, or a dict from names to policies.
+        policies: several policies, each as for ``fxround.compile``, a dict from names to policies, or a ``Sweep``. What
+            a policy of a sweep cannot be lowered by is in its row.
         metric: one or several of: a name of ``fxround.significance.metrics.METRICS`` (``"accuracy"``, ``"perplexity"``,
             ``"kl"``, ...), a ``Metric``, or a function of (result, target) that returns a number for a batch, of which
             the mean over rows is reported. The target is None for data without targets.
@@ -107,7 +109,9 @@ def compare(
             unrounded.prepare(*call.args, **call.kwargs)
         file = _File(path, {} if path is None else described_by(unrounded, batches, asked, samples, seed))
         file.read()
-        run = _Comparison(unrounded, batches, metrics, samples, seed, chosen, file)
+        run = _Comparison(
+            unrounded, batches, metrics, samples, seed, chosen, file, of_sweep=isinstance(policies, Sweep)
+        )
         run.lower()
         with ExitStack() as stack:
             if n_jobs != 1 and run.waiting:
@@ -158,6 +162,9 @@ class _Comparison:
     # The results of the unrounded model, by batches; None where no metric compares.
     references: list[Any] = field(default_factory=list)
     waiting: dict[str, tuple[RoundedModule, Costs]] = field(default_factory=dict)
+    # Whether the policies are made of axes, of which some may not go together; and what these raised.
+    of_sweep: bool = False
+    refused: dict[str, str] = field(default_factory=dict)
     # Who computes the runs; None for this process.
     outcomes: Callable[[Iterable[Run]], Iterator[tuple[Run, Outcome]]] | None = None
 
@@ -166,9 +173,16 @@ class _Comparison:
         first = self.batches[0]
         with computed_once():
             for name, policy in self.chosen.items():
-                if self._known(name) is None:
+                if self._known(name) is not None:
+                    continue
+                try:
                     compiled = self.whole.with_policy(policy)
                     entry = compiled._entry(first.args, first.kwargs)
+                except FxroundError as error:
+                    if not self.of_sweep:
+                        raise
+                    self.refused[name] = said_of(error)
+                else:
                     self.waiting[name] = compiled, costs_of(entry.lowered)
 
     @property
@@ -194,7 +208,9 @@ class _Comparison:
         outcomes = (self.outcomes or self._alone)(self._planned())
         for name in self.chosen:
             row = self._known(name)
-            if row is None and not self.stopping():
+            if name in self.refused:
+                row = PolicyResult(name, self.chosen[name], (), Costs(None, None, {}), 0.0, False, self.refused[name])
+            elif row is None and not self.stopping():
                 row = self._row(name, outcomes)
             if row is not None:
                 rows[name] = row

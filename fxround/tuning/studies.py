@@ -124,10 +124,11 @@ def _said_of_metric(metric: Any) -> str:
         return metric
     functions = (metric.measure, metric.finish) if isinstance(metric, Metric) else (metric,)
     name = metric.name if isinstance(metric, Metric) else getattr(metric, "__qualname__", type(metric).__qualname__)
-    return f"{name} {digest(map(_source, functions))}"
+    return f"{name} {digest(map(source_of, functions))}"
 
 
-def _source(function: Any) -> str:
+def source_of(function: Any) -> str:
+    """Return the source text of a function, or of an object's class; its name where there is none."""
     try:
         return textwrap.dedent(inspect.getsource(function if inspect.isroutine(function) else type(function)))
     except (OSError, TypeError):  # typed into a prompt, or of a built-in class
@@ -167,4 +168,7 @@ def number_of(value: float | str | None) -> float:
     return math.nan if value is None else float(value)
 
 
-__all__ = ["described_by", "digest", "lines_of_graph", "metrics_of", "number_of", "read_file", "reading", "several"]
+__all__ = [
+    *("described_by", "digest", "lines_of_graph", "metrics_of", "number_of", "read_file", "reading", "several"),
+    "source_of",
+]
