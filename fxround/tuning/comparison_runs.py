@@ -8,6 +8,7 @@ PyTorch's kernels, so that stock kernels, which some policies keep, give the sam
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,8 +62,9 @@ def said_of(raised: Exception) -> str:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The settings of a process on which the bits of stock kernels depend."""
+    """The settings of a process, by its number, on which the bits of stock kernels depend."""
 
+    process: int
     threads: int
     precision: str
     mkldnn: bool
@@ -73,6 +75,7 @@ class Kernels:
     def current() -> Kernels:
         """Return the settings of this process."""
         return Kernels(
+            os.getpid(),
             torch.get_num_threads(),
             torch.get_float32_matmul_precision(),
             bool(torch.backends.mkldnn.enabled),
@@ -90,11 +93,15 @@ class Kernels:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Have these settings in a block. Threads of one process have them already, and change nothing."""
-        before = Kernels.current()
-        if before == self:
+        """Have these settings in a block. Threads of their process have them already.
+
+        Threads change nothing: while one captures, some switches are off for all, and another that restored what it
+        read then would leave them off.
+        """
+        if self.process == os.getpid():
             yield
             return
+        before = Kernels.current()
         self.set()
         try:
             yield

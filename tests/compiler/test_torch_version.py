@@ -186,6 +186,13 @@ def truncated(value: Fraction) -> Fraction:
     return (size // quantum) * quantum * (1 if value > 0 else -1)
 
 
+def test_every_tested_version_has_a_run_whose_failures_are_missing_packages() -> None:
+    rows = [dict(zip(torch_versions.COLUMNS, row, strict=True)) for row in torch_versions.recorded()["rows"]]
+    assert [torch_versions.minor(row["version"]) for row in rows] == list(TESTED)
+    for row in rows:
+        assert int(row["passed"]) > 100 and row["failed"] == row["no package"].partition(" ")[0], row["version"]
+
+
 # A name that a tested version lacks, and why that is right.
 ASKED_FOR: Final = {"torch._dynamo.variables:object_protocol": "attribute_reads asks for a function of later versions"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -374,9 +375,18 @@ def test_a_worker_that_captures_another_graph_refuses(monkeypatch: pytest.Monkey
 def test_workers_have_the_settings_of_the_caller() -> None:
     before = comparison_runs.Kernels.current()
     other = replace(before, threads=before.threads + 1, precision="high", mkldnn=not before.mkldnn, dtype=torch.float64)
-    with other.active():
+    with replace(other, process=before.process + 1).active():
         assert comparison_runs.Kernels.current() == other != before
     assert comparison_runs.Kernels.current() == before
+
+
+def test_a_thread_changes_no_setting_while_another_captures() -> None:
+    given = comparison_runs.Kernels.current()
+    with contextlib.ExitStack() as run:
+        with torch.backends.mkldnn.flags(enabled=False):  # as while another thread captures
+            run.enter_context(given.active())
+            assert not torch.backends.mkldnn.enabled
+    assert comparison_runs.Kernels.current() == given
 
 
 @pytest.mark.parametrize(
