@@ -133,6 +133,11 @@ def _settings() -> dict[str, Any]:
         "torch.get_num_threads()": torch.get_num_threads(),
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "switches of kernels": [
+            torch.backends.mkldnn.enabled,
+            torch.backends.cudnn.enabled,
+            torch.backends.mha.get_fastpath_enabled(),
+        ],
         "global hooks of modules": len(torch.nn.modules.module._global_forward_hooks),
         "os.environ": {name: value for name, value in os.environ.items() if name.startswith("FXROUND")},
     }
