@@ -22,11 +22,10 @@ from fxround.atomic_files import write_file
 from fxround.capture.leftovers import computed_once
 from fxround.compiler.signature import require_module
 from fxround.errors import FxroundError, shown
-from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike, RoundedModule
-from fxround.policy import IDENTITY, Policy
+from fxround.policy import Policy
 from fxround.runtime.draw import Draw
-from fxround.significance.inputs import ModelCall, calls, positive
+from fxround.significance.inputs import ModelCall, positive
 from fxround.significance.metrics import Metric
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.recorder import Measured, Recorder
@@ -35,7 +34,7 @@ from fxround.significance.workers import require_jobs
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.comparison_runs import Outcome, Run, Shared, outcome_of, said_of
 from fxround.tuning.costs import Costs, costs_of
-from fxround.tuning.studies import described_by, metrics_of, read_file, reading, several
+from fxround.tuning.studies import captured, described_by, metrics_of, read_file, reading, several
 from fxround.tuning.sweep_policies import Sweep
 
 
@@ -58,7 +57,8 @@ def compare(
     first; metrics that compare results, such as ``"sqnr"``, compare with it.
 
     Args:
-        model: any ``torch.nn.Module`` that ``fxround.compile`` takes, in eval mode. It is not changed.
+        model: any ``torch.nn.Module`` that ``fxround.compile`` takes, in eval mode if it draws random numbers or writes
+            buffers in training mode. It is not changed.
         data: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or an iterable
             of batches such as a DataLoader. A batch is one of these, or arguments and then a target: ``(x, target)`` if
             the model takes one argument less, ``((x, y), target)`` or ``({"x": x}, target)`` if it does not take both
@@ -100,13 +100,8 @@ def compare(
     require_jobs(n_jobs)
     chosen, asked = _policies(policies), several(metric)
     metrics = metrics_of(asked)
-    if model.training:
-        raise ValueError("the model is in training mode, where dropout is random: call model.eval() first")
     with torch.random.fork_rng(), torch.no_grad():
-        batches = list(calls(model, data, batch_size))
-        unrounded = compile(model, IDENTITY, seed=seed)
-        for call in batches:
-            unrounded.prepare(*call.args, **call.kwargs)
+        batches, unrounded = captured(model, data, batch_size, seed)
         file = _File(path, {} if path is None else described_by(unrounded, batches, asked, samples, seed))
         file.read()
         run = _Comparison(

@@ -1,4 +1,4 @@
-"""What studies of a model on data have in common: the metrics that were asked for, and a file that resumes them.
+"""What studies of a model on data have in common: captured batches, the metrics asked for, and a file to resume from.
 
 The file says what its figures belong to (``described_by``), so that figures of another model, of other data or of other
 metrics are never taken for those of this study.
@@ -20,19 +20,50 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from fxround.compiler.executable import Entry
 from fxround.errors import shown, type_of
 from fxround.fingerprint import hash
-from fxround.graph.site import operator_name
+from fxround.graph.site import operator_name, site
+from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
+from fxround.policy import IDENTITY
 from fxround.significance.figures import plain
-from fxround.significance.inputs import ModelCall
+from fxround.significance.inputs import ModelCall, calls
 from fxround.significance.metrics import Metric, mean_over_rows, named
 from fxround.significance.provenance import version_of
 
 # The leaves of arguments whose text says all of them.
 _PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def captured(model: nn.Module, data: Any, batch_size: int | None, seed: int) -> tuple[list[ModelCall], RoundedModule]:
+    """Return the batches, and the unrounded model, which has captured each of them.
+
+    Raises ValueError for a model in training mode that draws random numbers or writes buffers: its figures would not
+    be those of rounding alone.
+    """
+    batches = list(calls(model, data, batch_size))
+    unrounded = compile(model, IDENTITY, seed=seed)
+    for call in batches:
+        unrounded.prepare(*call.args, **call.kwargs)
+        if model.training:
+            _require_settled(unrounded._entry(call.args, call.kwargs))
+    return batches, unrounded
+
+
+def _require_settled(entry: Entry) -> None:
+    sites = [place for node in entry.lowered.graph.nodes if (place := site(node)) is not None]
+    draws = next((place for place in sites if place.kind == "random"), None)
+    written = next((port.name for port in entry.captured.outputs if port.mutation and port.name), None)
+    if draws is not None:
+        said = f"{draws} draws random numbers"
+    elif written is not None:
+        said = f"a call writes {written}"
+    else:
+        return
+    raise ValueError(f"the model is in training mode, where {said}: call model.eval() first")
 
 
 def several(asked: Any) -> list[Any]:

@@ -18,10 +18,8 @@ from torch import fx, nn
 
 from fxround.attribution.report import DOUBT
 from fxround.compiler.signature import require_module
-from fxround.module import compile
-from fxround.policy import IDENTITY
 from fxround.runtime.draw import Draw
-from fxround.significance.inputs import calls, positive
+from fxround.significance.inputs import positive
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.study import interruptible
 from fxround.tuning.costs import stores_of
@@ -30,7 +28,7 @@ from fxround.tuning.parts import Assignment, Cost, Formats, Part, PartCosts, Per
 from fxround.tuning.programs import Program
 from fxround.tuning.search import PASSES, Proof, Search, with_format
 from fxround.tuning.sensitivities import Sensitivities, attributed, measured
-from fxround.tuning.studies import described_by, metrics_of, several
+from fxround.tuning.studies import captured, described_by, metrics_of, several
 from fxround.tuning.trials import Stopped, Trials
 from fxround.tuning.tuning_report import Cheaper, EvaluatedAssignment, PartChoice, TuningReport
 from fxround.tuning.weights import parameters_read
@@ -64,7 +62,8 @@ def tune(
     one format.
 
     Args:
-        model: any ``torch.nn.Module`` that ``fxround.compile`` takes, in eval mode. It is not changed.
+        model: any ``torch.nn.Module`` that ``fxround.compile`` takes, in eval mode if it draws random numbers or writes
+            buffers in training mode. It is not changed.
         data: as for ``fxround.compare``; an iterable is read once and kept.
         metric: a name of ``fxround.significance.metrics.METRICS``, a ``Metric``, or a function of (result, target) that
             returns a number for a batch, of which the mean over rows is taken. Higher values of a function are better,
@@ -116,13 +115,8 @@ def tune(
         raise ValueError(f"metric has {len(asked)} metrics; expected one, whose budget is kept")
     (chosen,) = metrics_of(asked)
     given = Formats.of(formats, per)
-    if model.training:
-        raise ValueError("the model is in training mode, where dropout is random: call model.eval() first")
     with torch.random.fork_rng(), torch.no_grad():
-        batches = list(calls(model, data, batch_size))
-        whole = compile(model, IDENTITY, seed=seed)
-        for call in batches:
-            whole.prepare(*call.args, **call.kwargs)
+        batches, whole = captured(model, data, batch_size, seed)
         first = batches[0]
         lowered = whole._entry(first.args, first.kwargs).lowered
         every = parts_of(model, lowered, per)

@@ -382,10 +382,12 @@ def test_workers_have_the_settings_of_the_caller() -> None:
 
 def test_a_thread_changes_no_setting_while_another_captures() -> None:
     given = comparison_runs.Kernels.current()
-    with contextlib.ExitStack() as run:
-        with torch.backends.mkldnn.flags(enabled=False):  # as while another thread captures
-            run.enter_context(given.active())
-            assert not torch.backends.mkldnn.enabled
+    run, capture = given.active(), torch.backends.mkldnn.flags(enabled=False)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(capture)  # in another thread, whose switches are those of the process
+        run.__enter__()
+        assert not torch.backends.mkldnn.enabled
+    run.__exit__(None, None, None)
     assert comparison_runs.Kernels.current() == given
 
 
@@ -414,7 +416,8 @@ def test_a_thread_changes_no_setting_while_another_captures() -> None:
         ({"n_jobs": 0}, ValueError, "n_jobs is 0"),
         ({"n_jobs": True}, ValueError, "n_jobs is True"),
         ({"seed": -1}, ValueError, "seed"),
-        ({"model": mlp().train()}, ValueError, "call model.eval"),
+        ({"model": nn.Sequential(nn.Dropout(), mlp()).train()}, ValueError, "bernoulli.* in 0 draws .*model.eval"),
+        ({"model": nn.Sequential(nn.BatchNorm1d(24), mlp()).train()}, ValueError, "a call writes 0.run.*model.eval"),
         ({"model": torch.relu}, TypeError, "Module"),
     ],
 )
@@ -423,6 +426,12 @@ def test_wrong_arguments(asked: dict[str, Any], error: type[Exception], says: st
     model, data, policies = (given.pop(name) for name in ("model", "data", "policies"))
     with pytest.raises(error, match=says):
         fxround.compare(model, data, policies, **given)
+
+
+def test_training_mode_is_no_matter_where_it_changes_nothing() -> None:
+    assert values(fxround.compare(mlp().train(), batches(), POLICIES)) == values(
+        fxround.compare(mlp(), batches(), POLICIES)
+    )
 
 
 def test_nans_of_the_data_are_said() -> None:
