@@ -62,7 +62,11 @@ def count(inputs: Any, batch_size: int | None = None) -> int | None:
     whole = _whole(inputs)
     if whole is not None:
         return 1 if batch_size is None else -(-whole.rows // positive("batch_size", batch_size))
-    return len(inputs) if isinstance(inputs, Sized) else None
+    try:
+        return len(inputs) if isinstance(inputs, Sized) else None
+    except TypeError:
+        # A DataLoader has a length only if its data set has one.
+        return None
 
 
 def _calls(model: nn.Module, inputs: Any, batch_size: int | None) -> Iterator[ModelCall]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 
@@ -17,7 +18,8 @@ import fxround
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_exact
 from fxround.policy import Policy
-from fxround.significance.calibration import BINS, How, histogram, kl_threshold
+from fxround.significance.calibration import How
+from fxround.significance.kl_divergence import BINS, histogram, kl_threshold
 
 
 @cache
@@ -147,9 +149,9 @@ def test_what_cannot_be_is_said() -> None:
         ("int8:channel", "kl", "without a block"),
         ("mxfp8", "largest", "without a block"),
         ("uint8", "largest", "without a block"),
-        ("int16", "kl", "use how='largest'"),
-        ("e4m3fn", "kl", "use how='largest'"),
-        ("int8", "mean", "expected 'largest' or 'kl'"),
+        ("int16", "kl", "use how='mse'"),
+        ("e4m3fn", "kl", "use how='mse'"),
+        ("int8", "mean", "expected 'largest', 'kl', 'percentile', 'mse'"),
     ):
         with pytest.raises(ValueError, match=said):
             fxround.calibrate(model, x, format, how)  # type: ignore[arg-type]
@@ -174,3 +176,82 @@ def test_values_that_are_not_finite_are_left_out_with_a_warning(special: float, 
         found = fxround.calibrate(model, hurt, how=how)
     assert len(seen) == 1 and seen[0].filename == __file__
     assert how == "kl" or found == plain
+
+
+def scale_of(policy: Policy, match: str, role: str) -> float:
+    (text,) = (str(r.operands) for r in policy.rules if (r.match, r.role) == (match, role))
+    return float(text.partition("scale=")[2].partition(")")[0])
+
+
+def test_percentile_and_least_squares_read_all_batches_of_a_loader() -> None:
+    torch.manual_seed(2)
+    data = torch.distributions.StudentT(3.0).sample((60, 12))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=25)
+    model = Net().eval()
+    whole = {how: fxround.calibrate(model, data, "int4", how) for how in ("mse", "percentile")}  # type: ignore[arg-type]
+    split = fxround.calibrate(model, loader, "int4", "percentile")
+    assert split == whole["percentile"]
+    magnitudes = sorted(map(abs, data.flatten().tolist()))
+    wanted = magnitudes[math.ceil(len(magnitudes) * Fraction(99.9) / 100) - 1]
+    assert scale_of(split, "first", "input") == float(np.float32(wanted) / np.float32(7))
+    # The least error is that of the least squares over rows of the data, in whatever batches.
+    mse = scale_of(fxround.calibrate(model, loader, "int4", "mse"), "first", "input")
+    assert mse == scale_of(whole["mse"], "first", "input") < max(magnitudes) / 7
+    with torch.no_grad():
+        y = fxround.compile(model, whole["mse"])(data)
+    assert torch.isfinite(y).all()
+
+
+class Shared(nn.Module):
+    """A weight that two modules read, one that no call reads, and an operand of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.never, self.zero = (nn.Linear(6, 6, bias=False) for _ in range(4))
+        self.second.weight = self.first.weight
+        nn.init.zeros_(self.zero.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) + self.zero(x)
+
+
+def test_shared_weights_have_one_scale_and_zeros_stay() -> None:
+    x = torch.randn(5, 6)
+    with pytest.warns(UserWarning, match=r"^the inputs never reach never\.weight: the policy has no scales") as seen:
+        policy = fxround.calibrate(Shared(), x, "int8", "mse")
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert scale_of(policy, "first", "weight") == scale_of(policy, "second", "weight")
+    assert "zero operator=contraction role=weight -> operands=identity" in map(str, policy.rules)
+    with pytest.raises(ValueError, match=r"an operand of zero with the role weight has zeros, and .* cannot hold zero"):
+        fxround.calibrate(Shared(), x, "table(-1,1)", "largest")
+
+
+class Ends(torch.utils.data.IterableDataset[Tensor]):
+    """Announces more rows than it yields."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(self.count, 12))
+
+
+def test_data_that_end_early_are_said() -> None:
+    model = Net().eval()
+    with pytest.warns(UserWarning, match=r"^the data ended after 3 of 4 batches: scales are made of these alone"):
+        policy = fxround.calibrate(model, torch.utils.data.DataLoader(Ends(5), batch_size=2), how="percentile")
+    assert scale_of(policy, "first", "input") == float(np.float32(1) / np.float32(127))
+    spent = iter([(torch.ones(2, 12),)])
+    next(spent)
+    for empty in (spent, [], torch.utils.data.DataLoader(Ends(0), batch_size=2)):
+        with pytest.raises(ValueError, match="inputs hold no batch"):
+            fxround.calibrate(model, empty)
+    for wrong, said in ((0, "more than 0"), (101, "at most 100"), (math.nan, "more than 0")):
+        with pytest.raises(ValueError, match=said):
+            fxround.calibrate(model, torch.ones(2, 12), how="percentile", percentile=wrong)
+    with pytest.raises(TypeError, match="percentile is a str"):
+        fxround.calibrate(model, torch.ones(2, 12), how="percentile", percentile="99")  # type: ignore[arg-type]
