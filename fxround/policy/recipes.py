@@ -1,16 +1,20 @@
 """Recipes of training in 8 and 4 bits.
 
-The recipes are functions, which name their choices as arguments. They round the operands of matrix products to scaled
-formats. Norms, softmax, residuals and results keep the model's dtype, and master weights and optimizer states are the
-model's own. They are those that NVIDIA's TransformerEngine publishes; docs/scaled.md says where bits differ.
+The recipes are functions, which name their choices as arguments. All but ``wage`` round the operands of matrix products
+to scaled formats. Norms, softmax, residuals and results keep the model's dtype, and master weights and optimizer states
+are the model's own. They are those that NVIDIA's TransformerEngine publishes; docs/scaled.md says where bits differ.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
+from fxround.errors import PolicyError, shown
+from fxround.numerics.formats import Format
 from fxround.policy.policy import Policy, of_operands
-from fxround.policy.rule import Rule
+from fxround.policy.rule import DTYPE, NATIVE, WIDE, Rule
 
 _E4M3, _E5M2 = "e4m3fn", "e5m2"
 
@@ -87,6 +91,83 @@ def nvfp4(*, stochastic_errors: bool = True, square_weights: bool = True, hadama
         rules.append(Rule(result="gradient", direction="backward", operands=f"{turned}{error}"))
     others = {"stochastic_errors": (stochastic_errors, True), "square_weights": (square_weights, True)}
     return of_operands(_varied("nvfp4_training", {**others, "hadamard": (hadamard, 16)}), *rules)
+
+
+def wage(
+    last: str,
+    *,
+    weights: int = 2,
+    activations: int = 8,
+    gradients: int = 8,
+    errors: int = 8,
+    scales: Mapping[str, float] | None = None,
+) -> Policy:
+    """Return WAGE: weights, activations, gradients and errors as integers of few bits, in a network of ReLUs.
+
+    With s(k) = 2^(1-k), a number of k bits is a multiple of s(k) from -1 + s(k) to 1 - s(k), and Q(x, k) the nearest
+    one. 2^round(log2(x)) is Shift(x).
+
+    - Weights are Q(w, k_W) where they are used.
+    - Results of ReLU and arguments of the model are Q(a, k_A). Where a result is beyond the largest number, its
+      gradient is zero. The derivative of ReLU is that at the rounded result, so that it is zero where this is zero.
+    - Errors, the gradients of these results and of the last layer's, are Q(e / Shift(max |e|), k_E) Shift(max |e|).
+    - In the optimizer's step, each ``update`` is rounded stochastically to multiples of s(k_G), and each new weight is
+      kept within the numbers of k_G bits.
+
+    The optimizer is ``torch.optim.SGD`` without momentum, at the learning rate r s(k_G) for WAGE's rate r; between
+    ``backward()`` and ``step()``, ``fxround.training.wage.normalize_gradients`` divides each gradient g by
+    Shift(max |g|), which no policy can say. ``initial_weights`` in the same module makes weights and ``scales``.
+
+    last: the path of the layer that computes the model's result. weights, activations, gradients, errors: k_W, k_A, k_G
+    and k_E, 2 to 16 bits. scales: the a of layers by path, powers of two from 1 on. A layer of WAGE computes
+    Q(w, k_W) / a; its parameter here is w / a, so that all numbers of its weight and its updates are divided by a.
+
+    Raises PolicyError for other bits or scales.
+
+    Source: Wu, Li, Chen, Shi: Training and inference with integers in deep neural networks, ICLR 2018, section 3. The
+    error of a layer is multiplied by Shift again, which changes no update: Shift(max |g|) divides it out.
+    """
+    bits = {"weights": weights, "activations": activations, "gradients": gradients, "errors": errors}
+    for name, k in bits.items():
+        if k not in range(2, 17):
+            raise PolicyError(f"{name}={shown(k)}: expected 2 to 16 bits")
+    given = {"*": 1.0, **(scales or {})}
+    for path, a in given.items():
+        if not (a >= 1 and math.frexp(a)[0] == 0.5):
+            raise PolicyError(f"the scale of {path} is {shown(a)}: expected a power of two from 1 on")
+    activation, error = _integers(activations), f"scaled(int{errors};tensor,e8m0fnu,shift)"
+    rules = [
+        Rule(rounding=DTYPE, accumulate=WIDE),
+        Rule(operator="contraction", accumulate=NATIVE),
+        Rule(role="input", rounding=activation),
+        Rule(operator="relu", direction="forward", rounding=activation, gradient=f"zero_clamped {error}"),
+        Rule(last, operator="contraction", direction="backward", operands=error),
+    ]
+    for path, a in given.items():
+        rules += [
+            Rule(path, role="weight", direction="forward", rounding=_integers(weights, a)),
+            Rule(path, role="update", direction="update", rounding=_multiples(gradients, a)),
+            Rule(path, role="weight", direction="update", rounding=_integers(gradients, a)),
+        ]
+    defaults = {name: (k, 2 if name == "weights" else 8) for name, k in bits.items()}
+    return Policy(_varied("wage", defaults), tuple(replace(rule, optional=True) for rule in rules))
+
+
+def _integers(bits: int, a: float = 1.0) -> str:
+    """Return the rounding to integers of these bits times 2^(1 - bits) / a, without the least one of two's complement.
+
+    It is no scaled format, so that a ReLU rounds its result.
+    """
+    quantum = math.ldexp(1 / a, 1 - bits)
+    exponent = math.frexp(quantum)[1] + bits - 3
+    most = quantum * (2 ** (bits - 1) - 1)
+    held = Format.custom(precision=bits - 1, emin=exponent, maximum=most, inf=False, nan=False)
+    return f"{held}/nearest_even/saturate"
+
+
+def _multiples(bits: int, a: float) -> str:
+    """Return the stochastic rounding to multiples of 2^(1 - bits) / a, bounded beyond what a weight can be."""
+    return f"fixed(24,{bits - 2 + math.frexp(a)[1]})/stochastic"
 
 
 def _varied(name: str, choices: Mapping[str, tuple[object, object]]) -> str:

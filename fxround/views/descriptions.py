@@ -18,6 +18,7 @@ _HOW: Final = {
     "floor": "largest magnitude / 2^emax of the element, to the power of two below",
     "ceil": "largest magnitude / 2^emax of the element, to the power of two above",
     "even": "largest magnitude, rounded to the element's precision, / 2^emax of the element, to the power of two below",
+    "shift": "largest magnitude / 2^(emax + 1) of the element, to the power of two whose logarithm is nearest",
     "up": "largest magnitude / largest element, to the scale format's value above",
     "nearest": "largest magnitude / largest element, to the scale format's nearest value",
     "inverse": "largest element / largest magnitude is rounded, and elements are multiplied by it",

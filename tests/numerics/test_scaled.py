@@ -32,6 +32,7 @@ FORMS = [
     *("int8", "int4:8", "int16:channel", "int2:3", "bfp(6,16)", "bfp(2,5)"),
     "scaled(e4m3fn;32,e8m0fnu,even)",
     "scaled(e2m1fn;32,e8m0fnu,ceil)",
+    "scaled(int8;7,e8m0fnu,shift)",
     "scaled(e4m3fn;16,e8m0fnu,up)",
     "scaled(e2m1fn;16,ue5m3,nearest,binary32)",
     "scaled(e5m2;tensor,binary32,nearest)",
@@ -170,6 +171,22 @@ def test_pieces_draw_the_bits_of_the_whole_tensor(mode: str, monkeypatch: pytest
                     patched.setattr(eager_blocks, "_PIECE", 100)
                     assert same(fxround.round(x, f"{text}/{mode}", seed=5), wanted), (text, shape)
     assert len(started) > 100 and max(started) > 100
+
+
+def test_shift_is_the_power_of_two_with_the_nearest_logarithm() -> None:
+    """2^(2k - 1) < m^2 < 2^(2k + 1) for the scale 2^(k - 15) of int16 and the largest magnitude m."""
+    rng = np.random.default_rng(0)
+    root = np.float32(math.sqrt(2))
+    largest_ones = np.concatenate([rng.uniform(1, 2, 60).astype(np.float32), [root, np.nextafter(root, 0), 1, 2]])
+    largest_ones *= np.exp2(rng.integers(-100, 100, largest_ones.size)).astype(np.float32)
+    rows = np.stack([largest_ones, np.zeros_like(largest_ones)], 1)
+    got = fxround.round(rows, "scaled(int16;2,e8m0fnu,shift)")
+    for m, kept in zip(largest_ones.tolist(), got[:, 0].tolist(), strict=True):
+        square, two = Fraction(m) ** 2, Fraction(2)
+        k = next(k for k in range(-128, 128) if two ** (2 * k - 1) < square < two ** (2 * k + 1))
+        scale = Fraction(2) ** (k - 15)
+        quotient = min(round(Fraction(m) / scale), 2**15 - 1)
+        assert Fraction(kept) == quotient * scale, (m, kept)
 
 
 def test_strides_change_nothing() -> None:

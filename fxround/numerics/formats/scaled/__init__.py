@@ -12,6 +12,7 @@ binary32 scale for the tensor).
 
 from fxround.numerics.formats.scaled.format import (
     OTHERS,
+    ROOT_OF_TWO,
     SPELLINGS,
     ScaledFormat,
     ScaledRounding,
@@ -24,6 +25,7 @@ from fxround.numerics.formats.scaled.rows import SCALED
 
 __all__ = [
     "OTHERS",
+    "ROOT_OF_TWO",
     "SCALED",
     "SPELLINGS",
     "ScaledFormat",

@@ -18,11 +18,17 @@ from fxround.numerics.modes import MODES, Mode, Rounding
 
 # How a scale is made of the largest magnitude m. With the element format's largest value M and the largest power of two
 # 2^e in it: floor, ceil: m / 2^e, to the power of two below or above. even: floor of m rounded to the element's
-# precision, ties away. up: m / M, to the scale format's value above. nearest: m / M, to nearest. inverse: the
-# multiplier M / m is rounded in place of the scale, and elements are multiplied by it. affine: the range from the least
-# to the largest value, with a zero point. delayed: as inverse, with m the largest magnitude of earlier steps.
-How = Literal["floor", "ceil", "even", "up", "nearest", "inverse", "affine", "delayed"]
-_HOWS: Final = ("floor", "ceil", "even", "up", "nearest", "inverse", "affine", "delayed")
+# precision, ties away. shift: m / 2^(e+1), to the power of two whose logarithm is nearest. up: m / M, to the scale
+# format's value above. nearest: m / M, to nearest. inverse: the multiplier M / m is rounded in place of the scale, and
+# elements are multiplied by it. affine: the range from the least to the largest value, with a zero point. delayed: as
+# inverse, with m the largest magnitude of earlier steps.
+How = Literal["floor", "ceil", "even", "shift", "up", "nearest", "inverse", "affine", "delayed"]
+_HOWS: Final = ("floor", "ceil", "even", "shift", "up", "nearest", "inverse", "affine", "delayed")
+# Those that make powers of two alone.
+_POWERS: Final = ("floor", "ceil", "even", "shift")
+# The smallest binary32 number above the square root of 2: a binary32 number is above sqrt(2) 2^k if it is at least
+# ROOT_OF_TWO 2^k. The power of two below m / 2^e / ROOT_OF_TWO therefore has the logarithm nearest to m / 2^(e+1)'s.
+ROOT_OF_TWO: Final = float.fromhex("0x1.6a09e8p0")
 # TransformerEngine's default.
 _HISTORY: Final = 1024
 # A choice between more scales takes more passes over the tensor than it is worth.
@@ -85,21 +91,22 @@ class Scaling:
             raise ValueError(f"a block has one or two sizes of at least 1, got {shown(self.block)}")
         if isinstance(self.block, str) and self.block not in ("channel", "tensor"):
             raise ValueError(f"a block is sizes, channel or tensor, got {shown(self.block)}")
-        if self.how in ("floor", "ceil", "even") and self.format.precision != 1:
+        if self.how in _POWERS and self.format.precision != 1:
             raise ValueError(f"{self.how} makes powers of two; {self.format} has other scales: use up or nearest")
 
     @property
     def rounding(self) -> Rounding:
         """The rounding of a quotient to a scale."""
-        modes = {"floor": "toward_zero", "even": "toward_zero", "ceil": "toward_positive", "up": "toward_positive"}
+        modes = dict.fromkeys(("floor", "even", "shift"), "toward_zero")
+        modes |= dict.fromkeys(("ceil", "up"), "toward_positive")
         if self.how in ("inverse", "delayed") and self.format.precision == 1:
             modes[self.how] = "toward_zero"
         return Rounding(self.format, MODES[modes.get(self.how, "nearest_even")], "saturate")
 
     def divisor(self, element: Format) -> float:
         """The number by which the largest magnitude is divided."""
-        if self.how in ("floor", "ceil", "even"):
-            return 2.0**element.emax
+        if self.how in _POWERS:
+            return math.ldexp(ROOT_OF_TWO if self.how == "shift" else 1.0, element.emax)
         return math.ldexp(element.maximum, -self.margin)
 
     def __str__(self) -> str:
