@@ -51,6 +51,7 @@ from fxround.significance.variability import variability
 from fxround.training import RoundedOptimizer, compile_optimizer
 from fxround.tuning.compare import compare
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
+from fxround.tuning.fold_norms import fold_norms
 from fxround.tuning.quantize_weights import quantize_weights
 from fxround.tuning.report import QuantizationReport, WeightRounding
 from fxround.tuning.sweep import sweep
@@ -118,6 +119,7 @@ __all__ = [
     "compare",
     "compile_optimizer",
     "describe",
+    "fold_norms",
     "formats",
     "instruction_set",
     "iterate",
