@@ -54,6 +54,8 @@ from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.fold_norms import fold_norms
 from fxround.tuning.quantize_weights import quantize_weights
 from fxround.tuning.report import QuantizationReport, WeightRounding
+from fxround.tuning.rescale_channels import rescale_channels
+from fxround.tuning.rescaling_report import Rescaling, RescalingReport
 from fxround.tuning.sweep import sweep
 from fxround.tuning.sweep_policies import Sweep
 from fxround.tuning.sweep_report import SweepReport, TrainingRun
@@ -93,6 +95,8 @@ __all__ = [
     "PolicyError",
     "PolicyResult",
     "QuantizationReport",
+    "Rescaling",
+    "RescalingReport",
     "RoundedModule",
     "RoundedOptimizer",
     "Rounding",
@@ -130,6 +134,7 @@ __all__ = [
     "perturb",
     "policies",
     "quantize_weights",
+    "rescale_channels",
     "selftest",
     "store_integers",
     "sweep",

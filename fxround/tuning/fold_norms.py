@@ -25,6 +25,7 @@ from fxround.module import compile
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
 from fxround.significance.inputs import calls
+from fxround.tuning.absorbing import readers
 from fxround.tuning.weights import readers_of
 
 # The types of norms, and those of layers with the dimension of a weight that is the one of output channels.
@@ -174,13 +175,13 @@ def _layer_before(graph: fx.GraphModule, modules: Mapping[str, nn.Module], path:
     _require_own(modules, before)
     own = _nodes_of(graph, before)
     inside = own | nodes
-    if any(_readers(node) - inside for node in own) or any(_readers(node) - own for node in own - {value}):
+    if any(readers(node) - inside for node in own) or any(readers(node) - own for node in own - {value}):
         raise _Kept(f"something else reads the result of {before}")
     if sum(place.kind == "contraction" for node in own if (place := site(node)) is not None) != 1:
         raise _Kept(f"{before} is called twice")
     for node in graph.graph.find_nodes(op="placeholder"):
         name = node.meta[PORT].name
-        if name.rpartition(".")[0] in (before, path) and _readers(node) - inside:
+        if name.rpartition(".")[0] in (before, path) and readers(node) - inside:
             raise _Kept(f"something else reads {name}")
     return before
 
@@ -207,11 +208,6 @@ def _nodes_of(graph: fx.GraphModule, path: str) -> set[fx.Node]:
         for node in graph.graph.nodes
         if node.op == "call_function" and (place := site(node)) is not None and place.path == path
     }
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """Return what reads the elements of a value."""
-    return {user for user in node.users if user.op == "output" or isinstance(user.meta.get("val"), Tensor)}
 
 
 def _read_by(nodes: set[fx.Node]) -> list[fx.Node]:
