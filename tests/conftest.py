@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SEED] = config.getoption("--seed")
     config.stash[_LEFT] = 0
     config.addinivalue_line("markers", "part(n, or names of cases, or without=names): what a run without --long takes")
-    config.addinivalue_line("markers", "long: only a run with --long takes the test")
+    config.addinivalue_line("markers", "long: only a run with --long takes the test, or the case")
     # Neither load nor an earlier run decides: no deadline, no database. too_slow is a time as well.
     hypothesis.settings.register_profile(
         "fixed",
@@ -163,7 +163,8 @@ def _shuffled(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
 
 def _part(cases: list[pytest.Item], seed: int) -> list[pytest.Item]:
     """What a run without ``--long`` takes of the cases of one test."""
-    if cases[0].get_closest_marker("long"):
+    cases = [case for case in cases if not case.get_closest_marker("long")]
+    if not cases:
         return []
     mark = cases[0].get_closest_marker("part")
     if mark is None:

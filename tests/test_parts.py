@@ -22,6 +22,8 @@ def test_names(case): pass
 def test_others(case): pass
 @pytest.mark.long
 def test_long(): pass
+@pytest.mark.parametrize("case", ["a", pytest.param("b", marks=pytest.mark.long)])
+def test_case(case): pass
 def test_all(): pass
 """
 UNKNOWN = """
@@ -59,12 +61,11 @@ for name, options in {RUNS}.items():
     # A process of xdist reports "PASSED file::test".
     lines = {name: [line for line in text.splitlines() if "PASSED" in line] for name, text in texts.items()}
     passed = {name: re.findall(r"::(test_[\w[\]]+)", "\n".join(of_run)) for name, of_run in lines.items()}
-    usual = [*NUMBERS[::3], NAMES[1], NAMES[3], OTHERS[0], OTHERS[2], "test_all"]
+    usual = [*NUMBERS[::3], NAMES[1], NAMES[3], OTHERS[0], OTHERS[2], "test_case[a]", "test_all"]
     assert passed["usual"] == passed["processes"] == usual
-    assert "9 cases were left to --long" in texts["usual"] and "9 cases were left to --long" in texts["processes"]
+    assert "10 cases were left to --long" in texts["usual"] and "10 cases were left to --long" in texts["processes"]
     assert passed["named"] == NAMES and "left to --long" not in texts["named"]
-    assert (
-        passed["long"] == [*NUMBERS, *NAMES, *OTHERS, "test_long", "test_all"] and "left to --long" not in texts["long"]
-    )
+    every = [*NUMBERS, *NAMES, *OTHERS, "test_long", "test_case[a]", "test_case[b]", "test_all"]
+    assert passed["long"] == every and "left to --long" not in texts["long"]
     assert len(passed["seeded"]) == len(usual) and passed["seeded"] != usual
     assert "part() names ['e']; the cases are ['a', 'b', 'c', 'd']" in done.stderr + texts["unknown"]

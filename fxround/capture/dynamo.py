@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.aliases import Returned
+from fxround.capture.counting_numbers import CountingNumbers
 from fxround.capture.guards import EVERY_GUARD, Noted, spelled
 from fxround.capture.leftovers import installed_names
 from fxround.capture.log_messages import logging_while_traced
@@ -186,11 +187,13 @@ def refuse_more_graphs(model: nn.Module, graphs: int) -> None:
 
 
 @contextlib.contextmanager
-def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Iterator[None]:
+def replaying(
+    model: nn.Module, symbolic: bool, numbers: CountingNumbers, args: Any, kwargs: Any
+) -> Iterator[None]:
     """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError.
 
-    symbolic: whether every size of an argument, and of a tensor inside an argument, has a symbol of its own, and an int
-    that is an attribute of a module. Otherwise they are numbers, and other ones are captured again.
+    symbolic: whether every size of an argument, and of a tensor inside an argument, has a symbol of its own, and the
+    ``numbers`` of modules. Otherwise they are constants, and other ones are captured again.
     """
     from torch._dynamo import config, exc
 
@@ -207,7 +210,7 @@ def replaying(model: nn.Module, symbolic: bool, args: Any, kwargs: Any) -> Itera
         **EVERY_GUARD,
         suppress_errors=False,
     )
-    with settings, separate_sizes(), logging_while_traced(), python_gaps(), numpy_numbers():
+    with settings, separate_sizes(), numbers.alone(), logging_while_traced(), python_gaps(), numpy_numbers():
         try:
             yield
         except exc.FailOnRecompileLimitHit as error:

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import fx, nn
 
+from fxround.capture.counting_numbers import CountingNumbers
 from fxround.capture.dynamo import refuse_more_graphs, replaying, unmark
 from fxround.capture.numpy_numbers import refuse_numpy_numbers
 from fxround.capture.refusals import called_with
@@ -65,6 +66,7 @@ class Replay:
         self.entries: list[Entry] = []
         self._thread = _Thread()
         self._symbolic = True
+        self._numbers = CountingNumbers(host.source)
         marked = _MARK in vars(host.source)
         optimized: Any = torch.compile(host.source, backend=_backend(weakref.ref(self)), fullgraph=True, **own_graphs())
         # Not its call, for which hooks of all modules would run once more: ``forward`` calls the model.
@@ -96,7 +98,7 @@ class Replay:
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         model = self.living.source
-        with replaying(model, self._symbolic, args, kwargs):
+        with replaying(model, self._symbolic, self._numbers, args, kwargs):
             try:
                 return self._call(*args, **kwargs)
             except BaseException as error:

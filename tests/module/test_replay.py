@@ -329,6 +329,18 @@ def test_a_counter_of_calls_needs_no_graph_for_each_value(use: Any, graphs: int,
     assert len(compiled.captures()) <= graphs
 
 
+def test_only_numbers_that_change_are_symbols() -> None:
+    heads: Any = lambda y, gain, step: y.reshape(-1, model.heads).sum(1) * gain * step  # noqa: E731
+    model, x = Stepping(lambda y, step: heads(y, model.gain, step)).eval(), torch.randn(4, 3)
+    model.heads, model.gain, compiled = 3, 2, fxround.compile(model, ROUNDED)
+    for gain, graphs in ((2, 1), (5, 2), (7, 2)):
+        model.gain, step = gain, model.step + 1
+        expected = fxround.compile(lambda x: heads(model.fc(x), gain, step), ROUNDED)(x)  # noqa: B023
+        assert torch.equal(compiled(x), expected) and len(compiled.captures()) == graphs, gain
+    # A size that is a quotient of symbols would need conditions.
+    assert [(row["arguments"], row["conditions"]) for row in compiled.captures()] == [("float32[a, 3]", "")] * 2
+
+
 def test_a_counter_of_calls_in_training() -> None:
     model, x = Stepping(lambda y, step: y * 0.5**step), torch.randn(2, 3)
     compiled = fxround.compile(model, "bfloat16")

@@ -102,15 +102,20 @@ def test_a_layer_has_its_format_whatever_the_others_have() -> None:
     parts = parts_of(model, graph, "layer")
     assert [part.name for part in parts] == ["0", "1", "2", "3", "4"]
     formats = Formats.of(FORMATS, "layer")
+
+    @cache
+    def alone(layer: nn.Module, given: str) -> RoundedModule:
+        # What is no product reads its operands as they are.
+        own = Policy.parse(given).with_rules(Rule(role="input", rounding="identity", optional=True))
+        return fxround.compile(layer, given if isinstance(layer, nn.Linear) else own)
+
     for one in itertools.product(range(3), repeat=3):
         assignment = (one[0], 0, one[1], 0, one[2])
         got = whole.with_policy(formats.policy(parts, assignment)).evaluate(x)
         # The base rounds the inputs of the model.
         value = fxround.round(x, "bfloat16")
         for layer, given in zip(model, assignment, strict=True):
-            # What is no product reads its operands as they are.
-            own = Policy.parse(FORMATS[given]).with_rules(Rule(role="input", rounding="identity", optional=True))
-            value = fxround.compile(layer, FORMATS[given] if isinstance(layer, nn.Linear) else own).evaluate(value)
+            value = alone(layer, FORMATS[given]).evaluate(value)
         assert torch.equal(got, value), assignment
 
 
