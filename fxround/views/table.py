@@ -12,9 +12,11 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 Value = str | int | float | None
+# The characters of a cell that a text shows. The rows, and what is made of them, have all.
+_LONGEST: Final = 200
 
 _CSS = (
     "border-collapse:collapse;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace",
@@ -126,7 +128,9 @@ def _shown(value: Value) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.2f}"
-    return f"{value:,}" if isinstance(value, int) else value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 4]} ..."
 
 
 def _line(row: Sequence[str], widths: list[int], numeric: list[bool]) -> str:

@@ -229,6 +229,9 @@ def test_a_table_is_data_first() -> None:
     assert json.loads(table.to_json()) == table.to_dict()
     assert str(table).splitlines() == ["t", "layer   bits", "─────  ─────", "conv   21.25", "<fc>", "n"]
     assert "&lt;fc&gt;" in table._repr_html_() and "<fc>" not in table._repr_html_()
+    long = Table(("x",), (("y" * 201,),))
+    assert max(map(len, str(long).splitlines())) == 200 and str(long).endswith("y ...")
+    assert list(long) == [{"x": "y" * 201}]
     assert json.loads(Table(("x",), ((math.nan,), (math.inf,))).to_json())["rows"] == [{"x": None}, {"x": None}]
     assert len(table) == 2 and operator.length_hint(table) == 2
     with pytest.raises(ValueError, match="a row has 1 values for 2 columns"):
