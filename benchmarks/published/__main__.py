@@ -1,0 +1,62 @@
+"""Make a table that another project published, in small.
+
+python -m benchmarks.published NAME [--seeds 5] [--write]
+python -m benchmarks.published repdl [--data FOLDER] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.harness import machine, table
+from benchmarks.tables import RESULTS
+
+NAMES: Final = ("qpytorch", "pychop", "repdl")
+
+
+def main() -> None:
+    """Print the tables of one project, or store them after each seed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--seeds", type=int, default=5, help="of weights, batches and random bits (default 5)")
+    parser.add_argument("--write", action="store_true", help="store the tables under benchmarks/results")
+    parser.add_argument("--data", type=Path, help="repdl: a folder with the files of MNIST, train-images-idx3-ubyte...")
+    chosen = parser.parse_args()
+    if chosen.data is not None and chosen.name != "repdl":
+        parser.error("--data goes with repdl")
+    torch.set_num_threads(1)
+    asked = (chosen.seeds,) if chosen.name != "repdl" else (1, chosen.data)
+    loads = [os.getloadavg()[0]]
+    for named in importlib.import_module(f"benchmarks.published.{chosen.name}").tables(*asked):
+        loads.append(os.getloadavg()[0])
+        for found in named.values():
+            print(table(found["columns"], found["rows"]), flush=True)
+        if chosen.write:
+            said = f" --seeds {chosen.seeds}" if chosen.name != "repdl" else ""
+            threads = ", one thread" if chosen.name != "repdl" else ""
+            conditions = conditions_of(f"{chosen.name}{said}", f"{machine()}{threads}", loads)
+            text = json.dumps({name: {**conditions, **found} for name, found in named.items()}, indent=1)
+            (RESULTS / f"published_{chosen.name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def conditions_of(asked: str, where: str, loads: list[float]) -> dict[str, Any]:
+    """Return what a stored table says of its measurement."""
+    return {
+        "machine": where,
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__.partition("+")[0],
+        "load": f"{min(loads):.0f} to {max(loads):.0f}",
+        "command": f"python -m benchmarks.published {asked}",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Pychop's question: which format and which rounding mode keeps a trained model's accuracy?
+
+The classifier is the digits CNN (``fxround.demo``), with the accuracy on 500 test images; the detector is that of
+``scenes``, with the mean average precision of 128 scenes. Stock PyTorch trains both in binary32, and nothing is trained
+after that. ``weights``: the parameters alone are rounded, as in Pychop's experiments. ``all``: arguments and the result
+of every operation, too; accumulators are binary32. Figures are means over seeds of models and of random bits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from torch import nn
+
+import fxround
+from benchmarks.published.scenes import Scenes, mean_average_precision, trained
+from fxround import Policy, Rule, demo
+
+# Pychop's name of a format, and fxround's: ieee(bits of the exponent, precision).
+FORMATS: Final[Mapping[str, str]] = {
+    "q43": "ieee(4,4)",
+    "q52": "ieee(5,3)",
+    "custom(5, 5)": "ieee(5,6)",
+    "bfloat16": "bfloat16",
+    "half": "binary16",
+}
+# Pychop's modes 1 to 6.
+MODES: Final = ("nearest_even", "toward_positive", "toward_negative", "toward_zero", "stochastic", "stochastic_equal")
+SCOPES: Final = ("weights", "all")
+# Both files are in github.com/inEXASCALE/pychop, folder exps. quantization_results.csv (commit 1d2e78f): a ResNet on
+# MNIST, accuracy in percent. obj_detect_results_ft.csv (commit 0d8d4c1): Faster R-CNN on 100 images of COCO, mAP of
+# overlaps 0.5 to 0.95, for which the boxes and scores of the result were rounded, too.
+CLASSIFIED: Final[Mapping[str, tuple[float, ...]]] = {
+    "q43": (99.66, 18.66, 51.16, 99.70, 99.71, 99.60),
+    "q52": (99.60, 10.10, 11.35, 99.59, 99.63, 99.49),
+    "custom(5, 5)": (99.66, 99.48, 99.59, 99.66, 99.65, 99.61),
+    "bfloat16": (99.63, 99.60, 99.71, 99.64, 99.64, 99.62),
+    "half": (99.63, 99.63, 99.63, 99.63, 99.63, 99.63),
+}
+DETECTED: Final[Mapping[str, tuple[float, ...]]] = {
+    "q43": (0.027, 0.000, 0.000, 0.010, 0.023, 0.014),
+    "q52": (0.165, 0.000, 0.000, 0.036, 0.115, 0.090),
+    "bfloat16": (0.420, 0.406, 0.396, 0.399, 0.416, 0.407),
+    "half": (0.423, 0.423, 0.421, 0.422, 0.422, 0.422),
+}
+SCENES: Final = 3000
+EPOCHS: Final = 8
+Found = dict[tuple[str, str, str], list[float]]
+
+
+def policies(formats: Mapping[str, Any]) -> dict[str, Policy]:
+    """Return the policies by scope, format and mode, joined by semicolons."""
+    named = {}
+    for name in formats:
+        for mode in MODES:
+            text = f"{FORMATS[name]}/{mode}"
+            named[f"weights; {name}; {mode}"] = Policy(text, (Rule(role="weight", rounding=text),))
+            named[f"all; {name}; {mode}"] = Policy.parse(text)
+    return named
+
+
+def tables(seeds: int = 5) -> Iterator[dict[str, Any]]:
+    """Compare the policies on the models of each seed, and yield both tables after each."""
+    digits = demo.load_digits()
+    scenes, tested = Scenes.make(SCENES, 0, test=False), Scenes.make(128, 1, test=True)
+    figures: tuple[Found, Found] = {}, {}
+    unrounded: tuple[list[float], list[float]] = [], []
+    for seed in range(seeds):
+        classifier, _ = demo.trained(digits, seed, lambda items, total, label: items)
+        runs: list[tuple[nn.Module, Any, Mapping[str, Any], Any]] = [
+            (classifier, digits.test, CLASSIFIED, "accuracy"),
+            (trained(scenes, seed, EPOCHS), (tested.images, tested.objects), DETECTED, mean_average_precision),
+        ]
+        for (model, data, formats, metric), found, plain in zip(runs, figures, unrounded, strict=True):
+            report = fxround.compare(model, [data], policies(formats), [metric], samples=1, seed=seed, progress=False)
+            plain.append(report.unrounded[0].mean)
+            for row in report.policies:
+                if row.error:
+                    raise RuntimeError(f"{row.name}: {row.error}")
+                scope, form, mode = row.name.split("; ")
+                found.setdefault((scope, form, mode), []).append(row.metrics[0].mean)
+        yield {
+            "published-pychop-classes": _table("accuracy, %", figures[0], unrounded[0], CLASSIFIED, _percent),
+            "published-pychop-boxes": _table("mAP", figures[1], unrounded[1], DETECTED, "{:.3f}".format),
+        }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _table(
+    metric: str,
+    found: Found,
+    unrounded: list[float],
+    published: Mapping[str, tuple[float, ...]],
+    shown: Callable[[float], str],
+) -> dict[str, Any]:
+    rows = [["binary32, unrounded", shown(statistics.fmean(unrounded)), *[""] * (len(MODES) - 1)]]
+    for form, theirs in published.items():
+        for scope in SCOPES:
+            means = [shown(statistics.fmean(found[scope, form, mode])) for mode in MODES]
+            rows.append([f"{form}, {scope}", *means])
+        rows.append([f"{form}, published", *(f"{value:.{1 if max(theirs) > 1 else 3}f}" for value in theirs)])
+    return {"columns": [metric, *MODES], "numbers": list(range(1, len(MODES) + 1)), "rows": rows}

@@ -1,0 +1,103 @@
+"""The tables of other projects in small: trainings hold their numbers, and the metric of detection is COCO's."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxround
+from benchmarks.published import qpytorch, repdl
+from benchmarks.published.scenes import CELLS, Scenes, boxes_of, kept, mean_average_precision
+from fxround.training import compile_optimizer
+
+
+def test_a_training_in_blocks_holds_its_weights_and_momenta_in_blocks() -> None:
+    net, policy = nn.Linear(6, 3, bias=False), qpytorch.held("blocks", qpytorch.BLOCKS)
+    optimizer = compile_optimizer(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), policy, model=net)
+    fxround.compile(net, policy)(torch.randn(4, 6)).square().sum().backward()
+    optimizer.step()
+    for held in (net.weight, optimizer.state[net.weight]["momentum_buffer"]):
+        assert torch.equal(held, fxround.round(held, qpytorch.BLOCKS.partition("/")[0]))
+
+
+def test_the_rows_have_means_and_what_was_published() -> None:
+    rows = qpytorch.rows({"half": [5.0, 6.0], "WAGE": [7.0]})
+    assert rows == [["half", "5.50 ± 6.35", "5.0, 6.0", ""], ["WAGE", "7.00", "7.0", "6.96 (WAGE's network)"]]
+
+
+def cells_of(scenes: Scenes, score: float) -> torch.Tensor:
+    """What a detector says that finds each object, in its place and class, with this logit, and nothing else."""
+    cells = torch.full((len(scenes.images), 15, CELLS, CELLS), -20.0)
+    for i, objects in enumerate(scenes.objects):
+        for left, top, width, height, kind in objects[objects[:, 4] >= 0].tolist():
+            x, y = (left + width / 2) / 4, (top + height / 2) / 4
+            place = cells[i, :, min(int(y), CELLS - 1), min(int(x), CELLS - 1)]
+            boxes = torch.tensor([x - int(x), y - int(y), width / 16, height / 16]).clamp(1e-6, 1 - 1e-6)
+            place[0], place[1:5], place[5:] = score, torch.logit(boxes), -20.0
+            place[5 + int(kind)] = 20.0
+    return cells
+
+
+def test_the_metric_of_a_perfect_detector_is_1_and_falls_with_each_kind_of_error() -> None:
+    scenes = Scenes.make(16, 1, test=True)
+    cells = cells_of(scenes, 5.0)
+    assert len(kept(boxes_of(cells[:1])[0])) == 10
+    assert mean_average_precision(cells, scenes.objects) > 0.999
+    # Of the ten overlaps, 12 to 14 pixels that are moved by one keep those up to 0.7 or so.
+    moved = scenes.objects.clone()
+    moved[..., 0] += (moved[..., 4] >= 0).float()
+    assert 0.4 < mean_average_precision(cells, moved) < 0.8
+    wrong = scenes.objects.clone()
+    wrong[..., 4] = torch.where(wrong[..., 4] >= 0, (wrong[..., 4] + 1) % 10, -1.0)
+    assert mean_average_precision(cells, wrong) < 0.02
+    missed = cells.clone()
+    missed[:8] = -20.0
+    assert 0.3 < mean_average_precision(missed, scenes.objects) < 0.9
+    assert mean_average_precision(torch.full_like(cells, float("nan")), scenes.objects) < 0.02
+
+
+def test_the_digits_of_scenes_do_not_overlap_and_are_where_the_objects_say() -> None:
+    scenes = Scenes.make(30, 0, test=False)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((scenes.images, scenes.objects), vars(Scenes.make(30, 0, False)).values(), strict=True)
+    )
+    for image, objects in zip(scenes.images[:, 0], scenes.objects, strict=True):
+        inside = torch.zeros_like(image, dtype=torch.int32)
+        for left, top, width, height, kind in objects[objects[:, 4] >= 0].int().tolist():
+            assert 0 <= kind <= 9
+            inside[top : top + height, left : left + width] += 1
+        assert inside.max() == 1 and image[inside == 0].max() <= 0.2
+
+
+def test_the_initial_weights_are_repdl_s() -> None:
+    assert repdl.hash_of(repdl.network().parameters()) == repdl.PUBLISHED[0]
+
+
+def test_files_of_mnist_are_read(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (5, 28, 28), generator=generator, dtype=torch.uint8)
+    labels = torch.tensor([3, 1, 4, 1, 5], dtype=torch.uint8)
+    for part in ("train", "t10k"):
+        for name, x in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            head = bytes([0, 0, 8, x.dim()]) + b"".join(n.to_bytes(4, "big") for n in x.shape)
+            data = head + x.numpy().tobytes()
+            packed = part == "t10k"
+            (tmp_path / f"{name}{'.gz' * packed}").write_bytes(gzip.compress(data) if packed else data)
+    for found in repdl.mnist(tmp_path):
+        assert torch.equal((found.tensors[0] * 255).round(), images[:, None].float()) and found.tensors[1].tolist() == [
+            3,
+            1,
+            4,
+            1,
+            5,
+        ]
+    with pytest.raises(FileNotFoundError, match=r"has no file train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"):
+        repdl.mnist(tmp_path / "nothing")
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(b"PK\x03\x04")
+    with pytest.raises(ValueError, match=r"is no file of unsigned bytes in the format IDX: it begins with b'PK"):
+        repdl.mnist(tmp_path)
