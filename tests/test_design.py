@@ -119,6 +119,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.ctc_shapes",
             "capture.torch_private",
             "capture.derivatives",
+            "capture.dict_keys",
             "capture.traced_aliases",
             "capture.traced_packing",
             "capture.transforms",
@@ -129,6 +130,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.python_gaps",
             "capture.readings",
             "capture.replayed_guards",
+            "capture.unset_names",
             "graph.values",
             "graph.site",
         ):

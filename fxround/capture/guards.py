@@ -30,6 +30,7 @@ from fxround.capture.leftovers import Installed
 from fxround.capture.memory_reads import MemoryReads
 from fxround.capture.numbers import Number, is_number
 from fxround.capture.readings import TRACING, Readings
+from fxround.capture.unset_names import classes_without, has_any
 from fxround.errors import CaptureError
 
 # The kinds of guards that another check of a call covers, and which.
@@ -60,6 +61,8 @@ EVERY_GUARD: Final[dict[str, Any]] = {
     "skip_tensor_guards_with_matching_dict_tags": False,
 }
 _MISSING: Final = object()
+# What Dynamo says of an object that has an attribute which it lacked.
+_UNSET: Final = re.compile(r"not ___dict_contains\('(\w+)', .*\.__dict__\)")
 # The types of constants, whose identity says no more than their value.
 _BY_VALUE: Final = (type(None), str, bytes, int, float, complex)
 _INEXACT: Final = float | np.floating | complex | list | tuple | set | frozenset
@@ -147,7 +150,9 @@ class Guards:
     def _spelled(self, part: str) -> str:
         """Return the source that a failed guard reads."""
         told = part.partition("  # ")[0]
-        return next((spelled for source, spelled in self.sources if source in told), told.strip())
+        spelled = next((spelled for source, spelled in self.sources if source in told), told.strip())
+        unset = _UNSET.search(told)
+        return f"{spelled}.{unset[1]}" if unset else spelled
 
 
 def is_replaced(owner: Any) -> bool:
@@ -243,13 +248,11 @@ class Noted:
         }
         ordered = [(source, value) for source, value in _ordered(kept, scope) if _is_compared(source, names)]
         unguarded.update((source.name, source) for source, _ in ordered)
-        absent = [row for row in self.readings.absent if _root(row[0]) in names or not _root(row[0])]
         checker = _checker(
             self.output.bytecode,
             graph,
             kept,
             list(unguarded.values()),
-            absent,
             tensors,
             _metadata(self.readings.memory.offset),
         )
@@ -257,7 +260,6 @@ class Noted:
             *(guard.originating_source for guard in kept),
             *unguarded.values(),
             *tensors,
-            *(source for source, _, _ in absent),
         ]
         root, varying = checker.guard_manager.root, {_root(source) for source in read} - fixed - {""}
         classes = [guard.guarded_class_weakref() for guard in kept if guard.guarded_class_weakref is not None]
@@ -278,6 +280,7 @@ class Noted:
                 *([(self.model, _layouts_of_state, _layouts_of_state(self.model))] if self.readings.strides else []),
                 *((value, list, list(value)) for _, value in ordered),
                 *inherited([guard.originating_source for guard in graph.guards], scope),
+                *unset(graph.guards, scope),
                 *(_numbers_of(self.model, number) for number in numbers),
             ),
             flags=self.readings.lasting_flags(),
@@ -384,13 +387,12 @@ def _checker(
     graph: Any,
     guards: Sequence[Any],
     unguarded: Sequence[Any],
-    absent: Sequence[tuple[Any, Any, bool]],
     tensors: Sequence[Any],
     metadata: Callable[[Any], Any],
 ) -> Any:
     """Return Dynamo's manager of these guards; it keeps the objects that the guards compare by identity.
 
-    unguarded: what the trace read besides, which is compared by identity. absent: what it did not find.
+    unguarded: what the trace read besides, which is compared by identity.
     tensors: those whose metadata no key has, as ``metadata`` reads them.
     """
     from torch._dynamo import config
@@ -414,10 +416,6 @@ def _checker(
                 told, value = [f"{source.name} is another object"], builder.get(source)
                 manager = builder.get_guard_manager_from_source(source)
                 manager.add_id_match_guard(self.id_ref(value, source.name), told, None)
-            for source, name, is_attribute in absent:
-                told = [f"{source.name} has {name!r} now"]
-                lacks = _lacks_attribute(name) if is_attribute else _lacks_key(name)
-                builder.get_guard_manager_from_source(source).add_lambda_guard(lacks, told, None)
             for source in tensors:
                 told, value = [f"{source.name} is another kind of tensor"], metadata(builder.get(source))
                 builder.get_guard_manager_from_source(source).add_lambda_guard(_has(metadata, value), told, None)
@@ -463,15 +461,6 @@ def _metadata(offset: bool) -> Callable[[Any], Any]:
 
 def _has(read: Callable[[Any], Any], value: Any) -> Callable[[Any], bool]:
     return lambda holder: bool(read(holder) == value)
-
-
-def _lacks_attribute(name: str) -> Callable[[Any], bool]:
-    """Return whether an object has no attribute of a name, without evaluating one; the key has a module's state."""
-    return lambda holder: inspect.getattr_static(holder, name, _MISSING) is _MISSING
-
-
-def _lacks_key(key: Any) -> Callable[[Any], bool]:
-    return lambda holder: key not in holder
 
 
 def _may_equal_another(value: Any) -> bool:
@@ -574,6 +563,12 @@ def inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]
         if inherited:
             read = _earlier(inherited)
             yield cls, read, read(cls)
+
+
+def unset(guards: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]:
+    """Yield, for each class, that it has none of the names that the trace did not find in it."""
+    for cls, names in classes_without(guards, lambda source: value_of(source, scope)):
+        yield cls, has_any(names), False
 
 
 def _earlier(depths: Sequence[tuple[Any, int]]) -> Callable[[type], list[bool]]:

@@ -2,8 +2,9 @@
 
 A full ``deque`` loses its ``maxlen`` and grows; ``OrderedDict.move_to_end`` is not applied to an object that exists; a
 generator of ``random`` that exists gives the same number in every call; and a call of ``random.uniform`` is evaluated
-while it is traced, which moves Python's generator. The methods of Dynamo are wrapped once and for good, before anything
-else replaces them for a trace, and do what they did in every other trace.
+while it is traced, which moves Python's generator. What needs a guard is in ``unset_names`` and ``dict_keys``. The
+methods of Dynamo are wrapped once and for good, before anything else replaces them for a trace, and do what they did in
+every other trace.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final, NoReturn
+
+from fxround.capture.dict_keys import wrap_dicts
+from fxround.capture.unset_names import wrap_lookups
 
 _GROWING: Final = ("append", "appendleft", "extend", "extendleft", "insert", "__iadd__")
 
@@ -108,6 +112,8 @@ def _wrap() -> None:
     )
     for owner, name, function in replaced:
         setattr(owner, name, function)
+    for wrap in (wrap_lookups, wrap_dicts):
+        wrap(lambda: _THREAD.traces > 0)
     # The class of an OrderedDict is in one module or in another, or is that of all dicts: torch 2.11 to 2.15 differ.
     named = [vars(module).get("OrderedDictVariable") for module in (dicts, user_defined)]
     for kind in (dicts.ConstDictVariable, *filter(None, named)):

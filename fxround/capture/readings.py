@@ -1,8 +1,8 @@
 """Notes what a graph depends on besides tensors, while Dynamo traces the model: sources, flags of PyTorch, strides.
 
 ``guards`` compiles these notes with Dynamo's own guards, which name most of it: some objects have no guard, and no flag
-has one of its own. The files of other reads serve this one: ``attribute_reads`` is where Dynamo reads an attribute, and
-``memory_reads`` what an ``as_strided`` depends on. ``outside_reads`` is about tensors.
+has one of its own. ``memory_reads`` has what an ``as_strided`` depends on, ``unset_names`` and ``dict_keys`` the names
+and keys that a trace does not find; ``outside_reads`` is about tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 
-from fxround.capture.attribute_reads import attribute_reads
 from fxround.capture.memory_reads import MemoryReads
 
 _COMPARISONS: Final = {"is": operator.is_, "is not": operator.is_not, "==": operator.eq, "!=": operator.ne}
@@ -35,7 +34,6 @@ class Readings:
     strides     whether strides of a tensor were read
     memory      how ``as_strided`` reads memory (``memory_reads``)
     environ     whether the environment was read
-    absent      the sources of objects, and the attributes (True) and keys (False) that were not found there
     identities  the sources of objects that were compared by ``is``
     equalities  the sources of objects that were compared by ``==``
     """
@@ -46,7 +44,6 @@ class Readings:
     strides: bool = False
     memory: MemoryReads = field(default_factory=MemoryReads)
     environ: bool = False
-    absent: list[tuple[Any, Any, bool]] = field(default_factory=list)
     identities: list[Any] = field(default_factory=list)
     equalities: list[Any] = field(default_factory=list)
 
@@ -54,11 +51,6 @@ class Readings:
         """Note that a value was read."""
         self.sources[str(source.name)] = source
         self.environ = self.environ or value is os.environ or value is getattr(os.environ, "_data", os.environ)
-
-    def miss(self, holder: Any, name: Any, *, is_attribute: bool) -> None:
-        """Note that an attribute or a key of a traced value was not found, which the model may catch."""
-        if holder.source is not None:
-            self.absent.append((holder.source, name, is_attribute))
 
     def identify(self, comparison: Callable[..., Any], operands: Any) -> None:
         """Note that values from outside of the trace were compared by one of ``_COMPARISONS``, none of them to None."""
@@ -95,16 +87,14 @@ def _is_now(function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> 
 def readings() -> Iterator[Readings]:
     """Note what Dynamo reads in the block."""
     from torch._dynamo import symbolic_convert
-    from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.builtin import BuiltinVariable
-    from torch._dynamo.variables.dicts import ConstDictVariable
     from torch._dynamo.variables.tensor import TensorVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     noted = Readings()
     build, call = VariableBuilder.__call__, TorchInGraphFunctionVariable.call_function
-    item, method = ConstDictVariable.getitem_const_raise_exception_if_absent, TensorVariable.call_method
+    method = TensorVariable.call_method
 
     def built(self: Any, value: Any) -> Any:
         noted.read(self.get_source(), value)
@@ -114,21 +104,6 @@ def readings() -> Iterator[Readings]:
         result = call(self, tx, args, kwargs)
         noted.call(self.value, args, kwargs, result)
         return result
-
-    def attribute_of(read: Callable[[], Any], holder: Any, name: str) -> Any:
-        try:
-            return read()
-        except ObservedAttributeError:
-            noted.miss(holder, name, is_attribute=True)
-            raise
-
-    def item_of(self: Any, tx: Any, key: Any) -> Any:
-        try:
-            return item(self, tx, key)
-        except ObservedKeyError:
-            if key.is_python_constant():
-                noted.miss(self, key.as_python_constant(), is_attribute=False)
-            raise
 
     def compared(call: Any) -> Any:
         def called_builtin(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -154,9 +129,6 @@ def readings() -> Iterator[Readings]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(VariableBuilder, "__call__", built))
         stack.enter_context(mock.patch.object(TorchInGraphFunctionVariable, "call_function", called))
-        stack.enter_context(attribute_reads(attribute_of))
-        name = "getitem_const_raise_exception_if_absent"
-        stack.enter_context(mock.patch.object(ConstDictVariable, name, item_of))
         stack.enter_context(
             mock.patch.object(BuiltinVariable, "call_function", compared(BuiltinVariable.call_function))
         )

@@ -1,7 +1,8 @@
 """What the guards of ``torch.compile`` leave out, as one more guard of a trace that ``torch.compile`` makes.
 
 Dynamo takes the methods of classes for constant, and reads the environment without a guard. Of an attribute that a
-class inherits, it guards the value in the class that has it, and not that the classes before that one have none.
+class inherits, it guards the value in the class that has it, and not that the classes before that one have none. That
+no class has a name which ``__getattr__`` serves, it does not guard (``unset_names``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 from torch import nn
 from torch._guards import Guard, TracingContext
 
-from fxround.capture.guards import environment, inherited, is_replaced, methods_of, value_of
+from fxround.capture.guards import environment, inherited, is_replaced, methods_of, unset, value_of
 from fxround.capture.readings import TRACING
 
 _OF_OS: Final = os.getenv.__code__.co_filename
@@ -42,7 +43,10 @@ def _watch(model: Callable[[], nn.Module | None], builder: Any, guard: Guard) ->
     values = [*(() if living is None else living.modules()), *(value_of(source, scope) for source in sources)]
     codes = frozenset(graph.traced_code)
     methods = [_Methods.read(cls, names) for cls, names in methods_of(values, codes)]
-    before = [_Before(weakref.ref(cls), read, names) for cls, read, names in inherited(sources, scope)]
+    before = [
+        _Before(weakref.ref(cls), read, names)
+        for cls, read, names in (*inherited(sources, scope), *unset(graph.guards, scope))
+    ]
     variables = dict(environment()) if any(code.co_filename == _OF_OS for code in codes) else None
 
     def hold(_: Any) -> bool:
@@ -57,7 +61,7 @@ _TOLD: Final = "a method or an attribute of a class, or os.environ, has changed"
 
 @dataclass(frozen=True)
 class _Before:
-    """Which classes before the one that has an attribute have it, too."""
+    """Which classes before the one that has an attribute have it, too; whether one has what the trace did not find."""
 
     cls: weakref.ref[type]
     read: Callable[[type], Any] = field(repr=False)

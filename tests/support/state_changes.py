@@ -347,6 +347,18 @@ def _inherited_by_super() -> Case:
     return Third(), lambda: setattr(Second, "q", 3.0)
 
 
+def _served() -> Case:
+    """Return a model that reads a name which ``__getattr__`` serves, and the change that sets it."""
+    held = type("Serving", (), {"__getattr__": lambda self, name: 2.0})()
+    return Reading(held, lambda v, x: x * v.factor), lambda: setattr(held, "factor", 3.0)
+
+
+def _in_front(use: Callable[[Any, Tensor], Tensor]) -> Case:
+    """Return a model that reads a ChainMap, and the change that gives its first dict a key of the second."""
+    model = Reading(collections.ChainMap({"a": 1.0}, {"b": 2.0}), use)
+    return model, lambda: model.held.maps[0].update(b=3.0, c=4.0)
+
+
 def _parameter_no_more() -> Case:
     model: Any = Reading(0, lambda _, x: x * model.a * (2 if isinstance(model.a, nn.Parameter) else 3))
     model.a = model.b = nn.Parameter(torch.ones(4))
@@ -415,6 +427,9 @@ OTHERS: dict[str, Callable[[], Case]] = {
     "attribute of a base before its base": lambda: _inherited(1),
     "attribute of the model's class before its base": _inherited_by_the_model,
     "attribute by super": _inherited_by_super,
+    "name that __getattr__ serves": _served,
+    "key of a ChainMap": lambda: _in_front(lambda v, x: x * v["b"]),
+    "length of a ChainMap": lambda: _in_front(lambda v, x: x * len(v)),
     "parameter under one of two names": _parameter_no_more,
     "forward of a class": lambda: _set(_class_of(forward=lambda self, x: x * 2), "forward", lambda self, x: x * 3),
     "forward of a layer": lambda: _set(nn.ReLU(), "forward", lambda x: x * 5),

@@ -1,0 +1,177 @@
+"""Names that the usual lookup of an attribute does not find while Dynamo traces a model, and that may be set later.
+
+Python then calls ``__getattr__`` of the class, or raises AttributeError. Dynamo guards what ``__getattr__`` reads, and
+not that it is called: the name may be set on the object, in a slot, or on a class. Here the trace gets a guard for each
+object and name, and each class is asked once for all of its objects.
+
+Where a property, an empty slot or the class's own ``__getattribute__`` raises AttributeError, Dynamo calls no
+``__getattr__``: it is called here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from types import FunctionType, MemberDescriptorType, ModuleType
+from typing import Any, Final
+
+from torch import nn
+
+from fxround.capture.attribute_reads import wrapped_reads
+
+_MISSING: Final = object()
+_LOOKUP: Final = "__getattribute__"
+# Of a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE.
+_IMMUTABLE: Final = 1 << 8
+
+
+def is_unset(holder: Any, name: str) -> bool:
+    """Whether the usual lookup of a name finds nothing: in an object, in its classes, in a slot."""
+    found = inspect.getattr_static(holder, name, _MISSING)
+    return _is_empty(found, holder) if found is not _MISSING else not _is_stored_elsewhere(holder, name)
+
+
+def classes_without(guards: Iterable[Any], value_of: Callable[[Any], Any]) -> Iterator[tuple[type, tuple[str, ...]]]:
+    """Yield the classes, and bases of them, that must not get attributes, and the names of these.
+
+    guards: those of a trace. value_of: returns what the source of a guard gives.
+    """
+    names: dict[type, dict[str, None]] = {}
+    for guard in guards:
+        if guard.inner_create_fn() is not _lacks:
+            continue
+        holder, name = value_of(guard.originating_source), guard.create_fn.keywords["name"]
+        for base in _searched(holder):
+            if name not in vars(base) and not base.__flags__ & _IMMUTABLE:
+                names.setdefault(base, {})[name] = None
+    yield from ((cls, tuple(unset)) for cls, unset in names.items())
+
+
+def has_any(names: Iterable[str]) -> Callable[[type], bool]:
+    """Return the function that says whether a class has an attribute of its own of one of these names."""
+    return lambda cls: any(map(vars(cls).__contains__, names))
+
+
+def wrap_lookups(is_tracing: Callable[[], bool]) -> None:
+    """Wrap, once and for good, Dynamo's lookups of attributes. is_tracing: whether a trace is for fxround."""
+    from torch._dynamo.exc import ObservedAttributeError
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+
+    def attribute_of(read: Callable[[], Any], holder: Any, name: str) -> Any:
+        try:
+            return read()
+        except ObservedAttributeError:  # of a module, a function, a tensor
+            if is_tracing():
+                _require_unset(holder.realize(), InstructionTranslator.current_tx(), name)
+            raise
+
+    # torch 2.14 has renamed it.
+    reader = "tp_getattro_impl" if hasattr(UserDefinedObjectVariable, "tp_getattro_impl") else "var_getattr"
+    kinds = (UserDefinedObjectVariable, UserDefinedClassVariable)
+    lookups = [(kind, reader, _looked_up(getattr(kind, reader), is_tracing)) for kind in kinds]
+    for owner, name, function in (*wrapped_reads(attribute_of), *lookups):
+        setattr(owner, name, function)
+
+
+def _looked_up(lookup: Any, is_tracing: Callable[[], bool]) -> Any:
+    from torch._dynamo.exc import ObservedAttributeError, handle_observed_exception
+
+    def looked_up(self: Any, tx: Any, name: str) -> Any:
+        if not is_tracing():
+            return lookup(self, tx, name)
+        if is_unset(self.value, name):
+            _require_unset(self, tx, name)
+        own, serve = (_of_type(self.value, method) for method in (_LOOKUP, "__getattr__"))
+        try:
+            return _called(own, self, tx, name) if isinstance(own, FunctionType) else lookup(self, tx, name)
+        except ObservedAttributeError:
+            # What the class has no descriptor of, the lookup has asked it for. That of a module knows no name of one.
+            asked = not isinstance(own, FunctionType) and not _in_class(self.value, name)
+            if asked or not isinstance(serve, FunctionType) or serve is nn.Module.__getattr__:
+                raise
+            handle_observed_exception(tx)
+            return _called(serve, self, tx, name)
+
+    return looked_up
+
+
+def _require_unset(variable: Any, tx: Any, name: str) -> None:
+    """Let the trace require that an object which exists before the call goes on to lack a name."""
+    from torch._dynamo.guards import install_guard
+
+    if variable.source is not None and not tx.output.side_effects.has_pending_mutation_of_attr(variable, name):
+        install_guard(variable.source.make_guard(_guard_of(name)))
+
+
+def _called(method: FunctionType, variable: Any, tx: Any, name: str) -> Any:
+    """Return what ``__getattr__`` or ``__getattribute__`` returns in a trace."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, UserMethodVariable
+
+    source = variable.source and AttrSource(variable.source, method.__name__)
+    return UserMethodVariable(method, variable, source=source).call_function(tx, [ConstantVariable.create(name)], {})
+
+
+@cache
+def _guard_of(name: str) -> Any:
+    """Return what makes the guard: one object for each name, by which Dynamo knows equal guards."""
+    return partial(_lacks, name=name)
+
+
+def _lacks(builder: Any, guard: Any, name: str) -> None:
+    """Let a guard require that an object lacks a name; ``classes_without`` has its classes."""
+    holder, told = builder.get(guard), [f"{guard.name} has {name!r} now"]
+    if isinstance(holder, type) or not is_unset(holder, name):  # a property that raises: the trace has read its code
+        return
+    if isinstance(holder, ModuleType):
+        builder.HASATTR(guard, attr=name)
+    elif isinstance(holder, dict):  # whose manager takes no such guard, or asks none of an empty dict
+        code, scope = compile(guard.name, "<guard>", "eval"), builder.scope
+        builder.guard_manager.root.add_lambda_guard(
+            lambda variables: is_unset(eval(code, {**scope, "L": variables}), name), told, guard.user_stack
+        )
+    elif _in_class(holder, name) or isinstance(holder, threading.local):
+        builder.get_guard_manager(guard).add_lambda_guard(lambda held: is_unset(held, name), told, guard.user_stack)
+    elif hasattr(holder, "__dict__"):
+        builder.NOT_PRESENT_IN_GENERIC_DICT(guard, attr=name)
+
+
+def _searched(holder: Any) -> tuple[type, ...]:
+    """Return the classes that a lookup in an object, or in a class, searches."""
+    return (*(holder.__mro__ if isinstance(holder, type) else ()), *type(holder).__mro__)
+
+
+def _in_class(holder: Any, name: str) -> bool:
+    return any(name in vars(base) for base in _searched(holder))
+
+
+def _of_type(holder: Any, name: str) -> Any:
+    """Return what the type of an object has under a name; None without it."""
+    return next((vars(base)[name] for base in type(holder).__mro__ if name in vars(base)), None)
+
+
+def _is_stored_elsewhere(holder: Any, name: str) -> bool:
+    """Whether an object without such an attribute in its dict has it all the same, as a ``threading.local`` may."""
+    lookup = _of_type(holder, _LOOKUP)
+    if isinstance(holder, type) or lookup is object.__getattribute__ or isinstance(lookup, FunctionType):
+        return False
+    look_up: Any = type(holder).__getattribute__
+    try:
+        look_up(holder, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _is_empty(found: Any, holder: Any) -> bool:
+    """Whether what a class has under a name is a slot that is empty in the holder."""
+    if not isinstance(found, MemberDescriptorType) or isinstance(holder, type):
+        return False
+    try:
+        found.__get__(holder, type(holder))
+    except AttributeError:
+        return True
+    return False
