@@ -150,7 +150,8 @@ def kept(boxes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_average_precision(cells: Tensor, objects: Tensor) -> float:
-    """Return the mean over ten classes and overlaps 0.5, 0.55, ..., 0.95 of the area under precision by recall.
+    """Return the mean over the classes of the objects and overlaps 0.5, 0.55, ..., 0.95 of the area of
+    precision by recall.
 
     Precision is the largest at this recall or a larger one, at every recall that is reached (COCO takes 101 of them).
     """
@@ -158,7 +159,7 @@ def mean_average_precision(cells: Tensor, objects: Tensor) -> float:
     scene = torch.cat([torch.full((len(boxes),), i) for i, boxes in enumerate(found)])
     boxes = torch.cat(found)
     areas = []
-    for kind in range(10):
+    for kind in sorted({int(k) for k in objects[..., 4].flatten().tolist() if k >= 0}):
         matches = _matches(boxes, scene, objects.double(), kind)
         total = int((objects[..., 4] == kind).sum())
         areas += [_area(matches, total, least) for least in THRESHOLDS]
@@ -188,5 +189,5 @@ def _area(matches: list[tuple[tuple[int, int], float]], total: int, least: float
     hits = torch.tensor(right).cumsum(0) if right else torch.zeros(1)
     precision = hits / torch.arange(1, len(hits) + 1)
     envelope = precision.flip(0).cummax(0).values.flip(0)
-    gained = torch.diff(hits.double() / max(total, 1), prepend=torch.zeros(1, dtype=torch.float64))
+    gained = torch.diff(hits.double() / total, prepend=torch.zeros(1, dtype=torch.float64))
     return float((envelope * gained).sum())
