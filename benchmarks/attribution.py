@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 import fxround
 from benchmarks.harness import header, vision_operators
-from fxround.attribution.linearized import is_float
+from fxround.attribution.states import is_float
 from fxround.attribution.subject import Subject
 from fxround.policy import Policy
 

@@ -27,9 +27,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.attribution.linearized import Effects, Linearized, SiteLosses, State, directional, is_float
+from fxround.attribution.derivatives import directional
+from fxround.attribution.linearized import Linearized
 from fxround.attribution.losses import require_losses
 from fxround.attribution.report import DOUBT, AttributionReport, LayerDeviation, SiteShare, noise_of
+from fxround.attribution.sites import Effects, SiteLosses
+from fxround.attribution.states import State, is_float
 from fxround.attribution.subject import Subject
 from fxround.attribution.widening import widely
 from fxround.compiler.signature import require_module

@@ -173,6 +173,16 @@ def with_operands(call: Call[Tensor], operands: Sequence[Tensor]) -> Call[Tensor
     return replace(named, **dict(zip(call._tensors, operands, strict=True)))
 
 
+def linear_of(call: ContractionCall[Tensor] | Sum[Tensor]) -> Callable[..., Tensor]:
+    """Return the function of a sum of products before any rounding, of other operands in the order of the call's."""
+    if isinstance(call, Matmul):
+        return torch.matmul
+    if isinstance(call, Convolution):
+        geometry = _geometry(call.geometry)
+        return lambda x, w: aten.convolution(x, w, None, *geometry)
+    return lambda *operands: exact_of(with_operands(call, operands))
+
+
 def product_gradients(
     call: ContractionCall[Tensor], a: Tensor, b: Tensor, gradient: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -14,7 +14,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxround.attribution.linearized import Linearized, State, draws, evaluated
+from fxround.attribution.evaluated import evaluated
+from fxround.attribution.graphs import draws
+from fxround.attribution.linearized import Linearized
+from fxround.attribution.states import State
 from fxround.attribution.tangents import Tangents
 from fxround.compiler.executable import Entry
 from fxround.module import compile

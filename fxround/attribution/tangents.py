@@ -14,8 +14,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxround.attribution.linearized import Linearized, State, differentiable, is_float
+from fxround.attribution.derivatives import differentiable
+from fxround.attribution.linearized import Linearized
 from fxround.attribution.losses import Loss
+from fxround.attribution.states import State, is_float
 from fxround.attribution.widening import widely
 from fxround.errors import type_of
 from fxround.graph.site import Site

@@ -47,7 +47,7 @@ from fxround.numerics.modes import Rounding
 _LINEAR: Final = frozenset(("identity", "neg", "add", "sub"))
 _BILINEAR: Final = frozenset(("mul", "fma"))
 _NARROW: Final[Storage] = "f32"
-_STORE: Final[tuple[Storage, ...]] = ("f64", "f32")
+_STORE: Final[tuple[Storage, ...]] = ("f64", "f32", "f32")
 _ZERO: Final = const("f64", 0.0)
 _INFINITE: Final = const("f64", math.inf)
 
@@ -111,13 +111,16 @@ def perturbed_statement(
 
 
 @lru_cache(maxsize=1024)
-def perturbed_store(chain: Contract | Reduce, moves: bool) -> Perturbed:
+def perturbed_store(chain: Contract | Reduce, given: int) -> Perturbed:
     """Return the store in binary32 of packed accumulators (``losses.contract_losses``).
 
-    The value is NaN where it depends on the random bits of the store: a result that overflows, or is subnormal.
+    given: how many operands follow the accumulators: none, or the perturbation that the operands of the chain pass on,
+    or that and what the derivatives miss. The value is NaN where it depends on the random bits of the store: a result
+    that overflows, or is subnormal.
     """
     acc, random = chain.finish.params
-    packed, before, sign = param("x0", "f64"), param("x1", "f32"), param("sign", "u32")
+    packed, before, beyond = param("x0", "f64"), param("x1", "f32"), param("x2", "f32")
+    sign = param("sign", "u32")
     accumulator, variance = unpacked_expr(packed)
     # Every mode is monotone in its random bits.
     low, high = (
@@ -126,10 +129,13 @@ def perturbed_store(chain: Contract | Reduce, moves: bool) -> Perturbed:
     )
     stored = select(bits(low).equals(bits(high)), low, const("f32", math.nan))
     lost = sqrt(_positive(variance))
-    moved = _moved(widen_exactly(before) if moves else None, lost, sign)
-    operands, loads = (packed, before)[: 1 + moves], _STORE[: 1 + moves]
-    kernel = Map(Function("map", (*operands, sign), ()), loads, (), (Word(0, 0, 1),))
-    return _with_results(kernel, stored, chain.result, None, lost, moved, None)
+    moved = _moved(widen_exactly(before) if given else None, lost, sign)
+    assert moved is not None
+    missed = _counted(widen_exactly(beyond), accumulator, moved) if given > 1 else None
+    kernel = Map(
+        Function("map", (*(packed, before, beyond)[: 1 + given], sign), ()), _STORE[: 1 + given], (), (Word(0, 0, 1),)
+    )
+    return _with_results(kernel, stored, chain.result, None, lost, moved, missed)
 
 
 def _suits(rounding: Rounding | None, drawn: bool) -> bool:
@@ -187,8 +193,12 @@ def _missed(
     minus = exact(statement.operator, [x if one is None else x - one for x, one in pairs])
     up, down = plus - value - first, minus - value + first
     larger = select(absolute(up) < absolute(down), down, up)
-    larger = select(is_nan(larger), _INFINITE, larger)
-    known = select(absolute(value) < math.inf, larger, _ZERO)
+    return _counted(larger, value, moved)
+
+
+def _counted(missed: Expr, value: Expr, moved: Expr) -> Expr:
+    """Return what the derivatives miss of a finite value where it is more than a thousandth of the perturbation."""
+    known = select(absolute(value) < math.inf, select(is_nan(missed), _INFINITE, missed), _ZERO)
     return select(absolute(known) <= absolute(moved) * 1e-3, _ZERO, known)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, get_args
 
 from torch import fx, nn
 
-from fxround.attribution.linearized import SiteLosses
+from fxround.attribution.sites import SiteLosses
 from fxround.errors import PolicyError, shown
 from fxround.graph.site import Site, site
 from fxround.graph.values import memory_of

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fxround
 from fxround.attribution.functions import function_of
-from fxround.attribution.linearized import MOVES
+from fxround.attribution.one_pass import MOVES
 from fxround.attribution.report import noise_of
 from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.fingerprint import hash as bits_of

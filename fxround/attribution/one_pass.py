@@ -1,0 +1,198 @@
+"""Operations whose values, losses and perturbations need no second evaluation.
+
+They move values, or a kernel of ``kernels.perturbed`` computes all at once. The derivatives are those of PyTorch, and
+later operations read the bits of the policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import getitem
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fxround.attribution.derivatives import Chain, ProductBits, Start
+from fxround.attribution.functions import computed, linear_of
+from fxround.attribution.graphs import Step
+from fxround.attribution.losses import Kept, carried_losses
+from fxround.attribution.sites import Sites
+from fxround.attribution.states import Decisions, State, derivable, floats, is_float, leaves_of, mapped, wide_enough
+from fxround.graph.dialect import ContractionCall, Convolution, Matmul, Pointwise, Sum
+from fxround.graph.dtypes import result_storage
+from fxround.graph.site import site
+from fxround.kernels import from_text
+from fxround.kernels.kinds import Exact
+from fxround.kernels.perturbed import Perturbed, perturbed_statement, perturbed_store
+from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.operands import loads_of
+from fxround.runtime.run import run_kernel
+
+States = Mapping[Any, State]
+
+_MOVES: Final = """
+    view _unsafe_view reshape alias permute transpose.int t expand squeeze squeeze.dim squeeze.dims unsqueeze
+    slice.Tensor select.int clone cat stack split.Tensor split_with_sizes unbind.int diagonal unfold flip roll repeat
+    tril triu embedding gather index.Tensor index_select where.self
+"""
+_SHAPES: Final = """
+    sym_size.int sym_stride.int sym_numel sym_storage_offset full_like zeros_like ones_like empty_like new_full
+    new_zeros new_ones new_empty
+"""
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names.split())
+
+
+# Operators of ATen that move values, or choose among them by a mask, and are linear in all of their floating-point
+# tensors together.
+MOVES: Final = _named(_MOVES)
+# Operators of ATen that read the shape of a tensor, and no value.
+SHAPES: Final = _named(_SHAPES)
+
+
+class OnePass:
+    """Evaluates nodes in one pass. ``noise`` is that of the run, to whose ``sites`` roundings are added."""
+
+    def __init__(self, noise: torch.Generator | None, sites: Sites) -> None:
+        self.noise, self.sites = noise, sites
+
+    def state(self, step: Step, states: States) -> State | None:
+        """Return the state of a node's value; None for a node that needs other evaluations."""
+        if step.call is not None:
+            return self._call(step, states)
+        if step.node.target is getitem:
+            of, place = states[step.reads[0]], step.node.args[1]
+            return State(of.bits[place], of.derived[place], of.moved[place]) if is_float(of.bits[place]) else None
+        name = str(step.node.target)
+        if name in MOVES:
+            return _moved(step, states)
+        if name in SHAPES:
+            with torch.no_grad():
+                return State.constant(step.call_with(lambda used: states[used].bits))
+        if step.kind != "exact" or not step.body or len(step.node.args) != 1:
+            return None
+        of = states[step.reads[0]]
+        if not is_float(of.bits) or isinstance(of.moved, Decisions):
+            return None
+        with torch.no_grad():
+            bits = step.call_with(lambda used: states[used].bits)
+        text = f"t0 = {step.body.format('x0')} @ exact"
+        return self._statement(step, text, [of.bits], [of], bits.dtype, NO_KEY, bits)
+
+    def _call(self, step: Step, states: States) -> State | None:
+        call: Any = step.call
+        operands = [states[used] for used in call.operands]
+        if not all(is_float(one.bits) and not isinstance(one.moved, Decisions) for one in operands):
+            return None
+        if isinstance(call, Pointwise):
+            key = Draw.of(states[call.rng].bits, call.node).key()
+            xs = [one.bits for one in operands]
+            return self._statement(step, call.program, xs, operands, call.dtype, key)
+        if isinstance(call, ContractionCall | Sum) and self.noise is not None:
+            return self._chain(step, step.read(lambda used: states[used].bits), operands)
+        return None
+
+    def _statement(
+        self,
+        step: Step,
+        text: str,
+        xs: Sequence[Tensor],
+        operands: Sequence[State],
+        dtype: torch.dtype,
+        key: Any,
+        bits: Tensor | None = None,
+    ) -> State | None:
+        """Return the state of a program's only statement. bits: its value, if another kernel computes it."""
+        statement, *more = from_text.program(text).statements
+        read = [f"x{i}" in statement.operands for i in range(len(operands))]
+        moved = tuple([reads and one.moved is not None for reads, one in zip(read, operands, strict=True)])
+        kernel = perturbed_statement(text, loads_of(xs), result_storage(dtype), moved, self.noise is not None)
+        if more or kernel is None:
+            return None
+        given = [one.moved for one, moves in zip(operands, moved, strict=True) if moves]
+        made = run_kernel(kernel.kernel, [*xs, *given], key)
+        if bits is not None:
+            made[0] = bits
+        value = derived = derivable(made[0])
+        if any(reads and one.derived.requires_grad for reads, one in zip(read, operands, strict=True)):
+            names = {f"x{i}": one.derived for i, one in enumerate(operands)}
+            with torch.enable_grad():
+                derived = computed(statement, names, value)
+            # The derivatives are those of PyTorch, and later operations read the bits.
+            derived.data = value
+        return self._enter(step.node, kernel, made, derived)
+
+    def _chain(self, step: Step, call: Chain, operands: Sequence[State]) -> State | None:
+        """Return the state of a chain that draws; None for one that has no packed losses."""
+        kernel = call.kernel(call.loads())
+        packed = None if isinstance(kernel, Exact) else carried_losses(call, kernel)
+        if packed is None:
+            return None
+        assert not isinstance(kernel, Exact)
+        linear, values, by = linear_of(call), [derivable(one.bits) for one in operands], [o.moved for o in operands]
+        given: list[Tensor] = []
+        with torch.no_grad():
+            # A sum of products is linear in each of its operands.
+            parts = [
+                linear(*(m if i == j else x for j, x in enumerate(values))) for i, m in enumerate(by) if m is not None
+            ]
+            if parts:
+                given.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+            if len(parts) > 1:
+                given.append(linear(*by))
+            store = perturbed_store(kernel, len(given))
+            numbered: Any = call
+            made = run_kernel(store.kernel, [packed, *given], Draw.of(call.rng, numbered.node).key())
+            # A sum that is finite has no other elements.
+            if not math.isfinite(float(made[0].sum())) and not bool(made[0].isfinite().all()):
+                made[0] = type(call).overload(*call.arguments())
+        value = derivable(made[0])
+        derived = [one.derived for one in operands]
+        if not any(one.requires_grad for one in derived):
+            new = value
+        elif isinstance(call, Matmul | Convolution):
+            replaced: Any = ProductBits.apply
+            new = replaced(*derived, value, call)
+        else:
+            with torch.enable_grad():
+                new = linear(*derived)
+            new.data = value
+        return self._enter(step.node, store, made, new)
+
+    def _enter(self, node: fx.Node, kernel: Perturbed, made: Sequence[Tensor], derived: Tensor) -> State:
+        """Return the state of a value by a kernel's results, and add what its rounding lost to the sites."""
+        started: Any = Start.apply
+        derived = derived if derived.requires_grad else started(derived, self.sites.root)
+        missed = None if kernel.missed is None else made[kernel.missed]
+        missed = None if missed is None or not bool(missed.any()) else missed.to(torch.bfloat16)
+        lost = None if kernel.lost is None else made[kernel.lost]
+        kept = [] if lost is None else [Kept(lost, None, None) if self.noise is None else Kept(None, lost, None)]
+        place = site(node)
+        assert place is not None
+        self.sites.add(node.name, place, derived, kept, missed, made[0])
+        return State(made[0], derived, None if kernel.moved is None else made[kernel.moved])
+
+
+def _moved(step: Step, states: States) -> State | None:
+    """Return the state of what moves values, whose perturbation moves as they do; None for decisions among them."""
+    used = {one: states[one] for one in step.reads}
+    perturbations = [leaf for one in used.values() for leaf in leaves_of(one.moved)]
+    if any(not isinstance(leaf, Tensor | None) for leaf in perturbations):
+        return None
+    numbers = [leaf for one in used.values() for leaf in floats(one.bits)]
+    if not numbers:
+        return None
+    own = all(leaf.dtype == torch.float32 for leaf in numbers)
+    with torch.enable_grad():
+        derived = step.call_with(lambda one: used[one].derived, None if own else wide_enough)
+    with torch.no_grad():
+        # The derived values are the bits, in another dtype.
+        bits = mapped(Tensor.detach, derived) if own else step.call_with(lambda one: used[one].bits)
+        if all(leaf is None for leaf in perturbations):
+            return State(bits, derived, mapped(lambda _: None, bits))
+        moved = step.call_with(lambda one: used[one].moved_or_zero(), None if own else wide_enough)
+    return State(bits, derived, moved)
