@@ -180,6 +180,9 @@ def linear_of(call: ContractionCall[Tensor] | Sum[Tensor]) -> Callable[..., Tens
     if isinstance(call, Convolution):
         geometry = _geometry(call.geometry)
         return lambda x, w: aten.convolution(x, w, None, *geometry)
+    if isinstance(call, Sum) and call.x.dim():
+        dims, keepdim = call.reduced(), call.keepdim
+        return lambda x: x.sum(dims, keepdim=keepdim)
     return lambda *operands: exact_of(with_operands(call, operands))
 
 

@@ -35,6 +35,7 @@ class Step:
     """A node, with what a run asks of it.
 
     reads    the nodes that it reads
+    numbers  those of them that yield floating-point tensors
     floats   whether it yields floating-point tensors
     scale    whether it yields scales of a format or counts: parameters of a rounding, without a derivative
     kind     of its rule; "" for an operator of the dialect, or without a rule
@@ -44,12 +45,14 @@ class Step:
 
     node: fx.Node
     reads: tuple[fx.Node, ...]
+    numbers: tuple[fx.Node, ...]
     floats: bool
     scale: bool
     kind: str
     body: str
     call: Call[fx.Node] | None
     _dtypes: bool = field(repr=False)
+    _places: tuple[tuple[int, bool], ...] = field(repr=False)
 
     @staticmethod
     def of(node: fx.Node, scale: bool) -> Step:
@@ -60,7 +63,12 @@ class Step:
         kind, body = ("", "") if rule is None else (rule.kind, rule.body)
         call = None if cls is None else cls.of(node.args)
         dtypes = any(isinstance(x, torch.dtype) for x in pytree.tree_leaves((list(node.args), dict(node.kwargs))))
-        return Step(node, tuple(node.all_input_nodes), bool(float_values(node)), scale, kind, body, call, dtypes)
+        used = [(i, isinstance(argument, fx.Node)) for i, argument in enumerate(node.args)]
+        nested = [any(isinstance(x, fx.Node) for x in pytree.tree_leaves(argument)) for argument in node.args]
+        places = tuple((i, alone) for i, alone in used if nested[i] or isinstance(node.args[i], slice))
+        reads, values = tuple(node.all_input_nodes), bool(float_values(node))
+        numbers = tuple(used for used in reads if float_values(used))
+        return Step(node, reads, numbers, values, scale, kind, body, call, dtypes, places)
 
     @property
     def chooses(self) -> bool:
@@ -70,17 +78,24 @@ class Step:
     def call_with(self, get: Get, widened: Widened | None = None) -> Any:
         """Return the result for operands; with ``widened``, that of PyTorch's function, without roundings."""
         target: Any = self.node.target
-        args = [_filled(argument, get) for argument in self.node.args]
-        kwargs = {name: _filled(argument, get) for name, argument in self.node.kwargs.items()}
+        args: Any = self._filled(get)
+        kwargs: Any = {name: _filled(argument, get) for name, argument in self.node.kwargs.items()}
         if widened is None:
             return target(*args, **kwargs)
         if self._dtypes:
             args, kwargs = _with_dtypes(args, widened), _with_dtypes(kwargs, widened)
         return exact_of(CALLS[target].of(args)) if self.call is not None else target(*args, **kwargs)
 
+    def _filled(self, get: Get) -> list[Any]:
+        """Return the arguments with values in place of nodes."""
+        filled: list[Any] = list(self.node.args)
+        for place, alone in self._places:
+            filled[place] = get(filled[place]) if alone else _filled(filled[place], get)
+        return filled
+
     def read(self, get: Get) -> Any:
         """Return the call of the dialect that the node makes, of operands."""
-        return CALLS[self.node.target].of([_filled(argument, get) for argument in self.node.args])
+        return CALLS[self.node.target].of(self._filled(get))
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,7 +48,7 @@ from fxround.runtime.cpu.reduction import run_reduce, run_scan
 from fxround.runtime.cpu.scatter import run_scatter
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import storage_of
-from fxround.runtime.run import run_kernel, run_product
+from fxround.runtime.run import run_chain, run_kernel
 
 # A store that keeps every accumulator of a chain.
 _UNROUNDED: Final = "binary32/nearest_even/inf"
@@ -296,10 +296,7 @@ def _of_products(dim: int, prefixes: Tensor) -> tuple[Linear, Linear]:
 def _contracted(call: ContractionCall[Tensor], kernel: Contract) -> Tensor:
     """Run a contraction by another kernel of its chain; the elements have their own random bits."""
     if isinstance(call, Matmul):
-        batched = call.a.dim() == 3
-        a, b = (call.a, call.b) if batched else (call.a[None], call.b[None])
-        result = run_product(kernel, a.detach(), b.detach(), 0 if batched else 1, Draw.of(call.rng, call.node))
-        return result if batched else result[0]
+        return run_chain(call, kernel)
     product = _product(call)
     return begin_product(replace(product, kernel=kernel)).finish()
 

@@ -179,6 +179,10 @@ class OnePass:
 
 def _moved(step: Step, states: States) -> State | None:
     """Return the state of what moves values, whose perturbation moves as they do; None for decisions among them."""
+    if len(step.numbers) == 1 and all(states[one].moved is None for one in step.reads if one not in step.numbers):
+        of = states[step.numbers[0]]
+        if isinstance(of.bits, Tensor) and of.bits.dtype == torch.float32:
+            return _moved_alone(step, states, of)
     used = {one: states[one] for one in step.reads}
     perturbations = [leaf for one in used.values() for leaf in leaves_of(one.moved)]
     if any(not isinstance(leaf, Tensor | None) for leaf in perturbations):
@@ -196,3 +200,19 @@ def _moved(step: Step, states: States) -> State | None:
             return State(bits, derived, mapped(lambda _: None, bits))
         moved = step.call_with(lambda one: used[one].moved_or_zero(), None if own else wide_enough)
     return State(bits, derived, moved)
+
+
+def _moved_alone(step: Step, states: States, of: State) -> State:
+    """Return the state of the moved values of one tensor in binary32."""
+    (moves,) = step.numbers
+
+    def with_value(value: Tensor) -> Any:
+        return step.call_with(lambda used: value if used is moves else states[used].bits)
+
+    with torch.enable_grad():
+        derived = with_value(of.derived)
+    several = not isinstance(derived, Tensor)
+    bits = [one.detach() for one in derived] if several else derived.detach()
+    if of.moved is None:
+        return State(bits, derived, [None] * len(derived) if several else None)
+    return State(bits, derived, with_value(of.moved))

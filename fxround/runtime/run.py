@@ -108,3 +108,13 @@ def run_product(kernel: Contract, a: Tensor, b: Tensor, groups: int, draw: Draw)
 def run_matmul(call: Matmul[Tensor]) -> Tensor:
     """The product of two matrices, or of two batches of them."""
     return cuda_contraction.run(call) if runs_texts(call.operands) else matmul.begin_matmul(call).finish()
+
+
+def run_chain(call: Matmul[Tensor], kernel: Contract) -> Tensor:
+    """The product of two matrices, or of two batches of them, by another kernel of the same chain."""
+    if not runs_texts(call.operands):
+        return matmul.run_chain(call, kernel)
+    batched = call.a.dim() == 3
+    a, b = (call.a, call.b) if batched else (call.a[None], call.b[None])
+    result = run_product(kernel, a, b, 0 if batched else 1, Draw.of(call.rng, call.node))
+    return result if batched else result[0]

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fxround.graph.dialect import Call, Matmul
 from fxround.graph.dialect.contractions import require_product
-from fxround.graph.dtypes import STORAGES
+from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.kernels import from_text
+from fxround.kernels.kinds import Contract
 from fxround.runtime.contractions import TABLES, Right
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Contraction, Pending
@@ -59,23 +60,39 @@ def begin_matmul(call: Matmul[Tensor]) -> Pending:
 
 def bound_matmul(call: Matmul[Tensor]) -> Bound:
     """The product for all operands of these layouts, until the instruction set or the number of threads changes."""
+    a, b = _stored(call)
+    stored = STORAGES[a.dtype]
+    return _bound_by(a, b, from_text.contract(call.accumulate, call.rounding, (stored, stored), stored))
+
+
+def run_chain(call: Matmul[Tensor], kernel: Contract) -> Tensor:
+    """The product by another kernel of the same chain; the elements have their own random bits."""
+    a, b = _stored(call)
+    return _bound_by(a, b, kernel).begin(a, b, call.rng, call.node).finish()
+
+
+def _stored(call: Matmul[Tensor]) -> tuple[Tensor, Tensor]:
+    """The operands of a product; raises for those that no kernel reads."""
     a, b = call.a, call.b
     for x, what in ((a, "first"), (b, "second")):
         if x.layout is not torch.strided or not x.is_cpu or x.dtype not in STORAGES or x.is_neg():
             storage_of(x, f"matmul's {what} operand")
+    return a, b
+
+
+def _bound_by(a: Tensor, b: Tensor, kernel: Contract) -> Bound:
     layouts = (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
-    return _bound(*layouts, call.accumulate, call.rounding, current_set(), torch.get_num_threads())
+    return _bound(*layouts, kernel, current_set(), torch.get_num_threads())
 
 
 @by_bytes(TABLES)
-def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threads: int) -> Bound:
-    """The product for operands of these layouts."""
+def _bound(a: Layout, b: Layout, kernel: Contract, isa: str, threads: int) -> Bound:
+    """The product by a kernel for operands of these layouts."""
     (left, steps, dtype), (right, other_steps, other) = a, b
     require_product(left, right, (dtype, other))
-    kernel = from_text.contract(accumulate, rounding, (STORAGES[dtype],) * 2, STORAGES[dtype])
     shape, draws = (*left[:-1], right[-1]), kernel.draws or kernel.finish_draws
     if 0 in shape:
-        return Bound(shape, dtype, None, False, draws)
+        return Bound(shape, dtype_of(kernel.result), None, False, draws)
     groups = 0
     if len(shape) == 2:
         left, steps, right, other_steps, groups = (1, *left), (0, *steps), (1, *right), (0, *other_steps), 1
@@ -85,7 +102,7 @@ def _bound(a: Layout, b: Layout, accumulate: str, rounding: str, isa: str, threa
     if turned:
         left, steps, right, other_steps = (_turned(x) for x in (right, other_steps, left, steps))
     where = Right.matrices(right, other_steps)
-    return Bound(shape, dtype, Contraction.of(kernel, left, steps, where, groups), turned, draws)
+    return Bound(shape, dtype_of(kernel.result), Contraction.of(kernel, left, steps, where, groups), turned, draws)
 
 
 def _turned(of: tuple[int, ...]) -> tuple[int, ...]:
