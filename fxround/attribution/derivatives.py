@@ -61,15 +61,15 @@ class ProductBits(torch.autograd.Function):
 
 
 @contextmanager
-def differentiable(what: str) -> Iterator[None]:
-    """Raise UnsupportedOperator for derivatives that PyTorch does not have; what: whose they are."""
+def differentiable(what: Callable[[], str]) -> Iterator[None]:
+    """Raise UnsupportedOperator for derivatives that PyTorch does not have; what: says whose they are."""
     try:
         yield
     except RuntimeError as error:
         if "is not implemented" not in str(error):
             raise
         raise UnsupportedOperator(
-            f"{what}: the {error} in PyTorch, so that the effects of errors that pass it are unknown; write it with "
+            f"{what()}: the {error} in PyTorch, so that the effects of errors that pass it are unknown; write it with "
             "operations that have derivatives of second order, or measure with fxround.variability"
         ) from error
 

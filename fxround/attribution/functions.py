@@ -7,6 +7,7 @@ kernels in the dtype of the operands, which are 2^-29 of an ulp of binary32 wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -79,8 +80,17 @@ def function_of(operator: str) -> Callable[..., Tensor]:
 
 def computed(statement: Statement, values: Mapping[str, Tensor], like: Tensor) -> Tensor:
     """Return a statement's value before its rounding. like: a tensor of the dtype for the statement's numbers."""
-    operands = [values[o] if isinstance(o, str) else like.new_tensor(o) for o in statement.operands]
+    operands = [
+        values[o] if isinstance(o, str) else _number(o, math.copysign(1.0, o), like.dtype, like.device)
+        for o in statement.operands
+    ]
     return function_of(statement.operator)(*operands)
+
+
+@lru_cache(maxsize=1024)
+def _number(value: float, sign: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor; ``sign`` tells the zeros apart."""
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _pointwise(call: Pointwise[Tensor]) -> Tensor:

@@ -18,8 +18,9 @@ from torch import fx
 from fxround.attribution.functions import exact_of, is_differentiated
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dialect import CALLS, Call, Pointwise, loops_of, read
-from fxround.graph.site import PORT, PORTS, float_values, is_complex, located, placed
+from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
 from fxround.kernels import from_text
+from fxround.kernels.program import Statement
 from fxround.operators.rules import rule_of
 
 # A function of an operation's operands, by node or name, and of the dtype in which it computes a dtype's values.
@@ -37,6 +38,7 @@ class Step:
     reads    the nodes that it reads
     numbers  those of them that yield floating-point tensors
     floats   whether it yields floating-point tensors
+    several  whether it yields a tuple
     scale    whether it yields scales of a format or counts: parameters of a rounding, without a derivative
     kind     of its rule; "" for an operator of the dialect, or without a rule
     body     the scalar operator of its rule, "" if it has none
@@ -47,6 +49,7 @@ class Step:
     reads: tuple[fx.Node, ...]
     numbers: tuple[fx.Node, ...]
     floats: bool
+    several: bool
     scale: bool
     kind: str
     body: str
@@ -68,12 +71,32 @@ class Step:
         places = tuple((i, alone) for i, alone in used if nested[i] or isinstance(node.args[i], slice))
         reads, values = tuple(node.all_input_nodes), bool(float_values(node))
         numbers = tuple(used for used in reads if float_values(used))
-        return Step(node, reads, numbers, values, scale, kind, body, call, dtypes, places)
+        several = isinstance(node.meta.get("val"), list | tuple)
+        return Step(node, reads, numbers, values, several, scale, kind, body, call, dtypes, places)
 
     @property
     def chooses(self) -> bool:
         """Whether values are chosen from those of operands, or moved: nothing is rounded."""
         return self.floats and self.kind in ("exact", "movement")
+
+    @cached_property
+    def place(self) -> Site:
+        """Where the operation is."""
+        place = site(self.node)
+        assert place is not None
+        return place
+
+    @cached_property
+    def statement(self) -> tuple[str, Statement] | None:
+        """The text and the statement of a pointwise operation that has one statement; None for any other."""
+        if isinstance(self.call, Pointwise):
+            text = self.call.program
+        elif self.kind == "exact" and self.body and len(self.node.args) == 1:
+            text = f"t0 = {self.body.format('x0')} @ exact"
+        else:
+            return None
+        statement, *more = from_text.program(text).statements
+        return None if more else (text, statement)
 
     def call_with(self, get: Get, widened: Widened | None = None) -> Any:
         """Return the result for operands; with ``widened``, that of PyTorch's function, without roundings."""

@@ -297,7 +297,7 @@ class Linearized:
         states, keys, node = of.states, of.keys, of.step.node
         with torch.enable_grad():
             derived = of.function(lambda key: states[key].derived, wide_enough)
-        with differentiable(f"{located(node)}"):
+        with differentiable(lambda: f"{located(node)}"):
             moved = passed_by(of.function, states, keys, of.bits)
         missed: Tensor | None = None
         with torch.no_grad():
@@ -313,9 +313,7 @@ class Linearized:
                 more, steps = self.wandering(*wandered)
                 losses += more
                 missed = steps if missed is None else missed if steps is None else missed + steps
-        place = site(node)
-        assert place is not None
-        return self.enter(node.name, place, State(of.bits, derived, moved), losses, missed)
+        return self.enter(node.name, of.step.place, State(of.bits, derived, moved), losses, missed)
 
     def enter(self, name: str, place: Site, state: State, losses: Sequence[Loss], missed: Tensor | None) -> State:
         """Return the state of a computed value, and add what its roundings lost to the sites.

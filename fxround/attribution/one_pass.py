@@ -7,23 +7,21 @@ later operations read the bits of the policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from fxround.attribution.derivatives import Chain, ProductBits, Start
+from fxround.attribution.derivatives import Chain, ProductBits, Start, decided, directional, missed_by
 from fxround.attribution.functions import computed, linear_of
 from fxround.attribution.graphs import Step
 from fxround.attribution.losses import Kept, carried_losses
-from fxround.attribution.sites import Sites
+from fxround.attribution.sites import Sites, doubt_of
 from fxround.attribution.states import Decisions, State, derivable, floats, is_float, leaves_of, mapped, wide_enough
 from fxround.graph.dialect import ContractionCall, Convolution, Matmul, Pointwise, Sum
 from fxround.graph.dtypes import result_storage
-from fxround.graph.site import site
-from fxround.kernels import from_text
 from fxround.kernels.kinds import Exact
 from fxround.kernels.perturbed import Perturbed, perturbed_statement, perturbed_store
 from fxround.runtime.draw import NO_KEY, Draw
@@ -73,15 +71,16 @@ class OnePass:
         if name in SHAPES:
             with torch.no_grad():
                 return State.constant(step.call_with(lambda used: states[used].bits))
-        if step.kind != "exact" or not step.body or len(step.node.args) != 1:
+        if step.kind != "exact" or len(step.numbers) != 1:
             return None
-        of = states[step.reads[0]]
-        if not is_float(of.bits) or isinstance(of.moved, Decisions):
+        of = states[step.numbers[0]]
+        if not is_float(of.bits) or any(states[used].moves for used in step.reads if used not in step.numbers):
             return None
+        if step.statement is None:
+            return self._choice(step, states, of) if of.bits.dtype == torch.float32 else None
         with torch.no_grad():
             bits = step.call_with(lambda used: states[used].bits)
-        text = f"t0 = {step.body.format('x0')} @ exact"
-        return self._statement(step, text, [of.bits], [of], bits.dtype, NO_KEY, bits)
+        return self._statement(step, [of.bits], [of], bits.dtype, NO_KEY, bits)
 
     def _call(self, step: Step, states: States) -> State | None:
         call: Any = step.call
@@ -91,7 +90,7 @@ class OnePass:
         if isinstance(call, Pointwise):
             key = Draw.of(states[call.rng].bits, call.node).key()
             xs = [one.bits for one in operands]
-            return self._statement(step, call.program, xs, operands, call.dtype, key)
+            return self._statement(step, xs, operands, call.dtype, key)
         if isinstance(call, ContractionCall | Sum) and self.noise is not None:
             return self._chain(step, step.read(lambda used: states[used].bits), operands)
         return None
@@ -99,7 +98,6 @@ class OnePass:
     def _statement(
         self,
         step: Step,
-        text: str,
         xs: Sequence[Tensor],
         operands: Sequence[State],
         dtype: torch.dtype,
@@ -107,24 +105,51 @@ class OnePass:
         bits: Tensor | None = None,
     ) -> State | None:
         """Return the state of a program's only statement. bits: its value, if another kernel computes it."""
-        statement, *more = from_text.program(text).statements
-        read = [f"x{i}" in statement.operands for i in range(len(operands))]
-        moved = tuple([reads and one.moved is not None for reads, one in zip(read, operands, strict=True)])
+        if step.statement is None:
+            return None
+        text, statement = step.statement
+        names = {f"x{i}": one for i, one in enumerate(operands) if f"x{i}" in statement.operands}
+        moved = tuple([f"x{i}" in names and one.moved is not None for i, one in enumerate(operands)])
         kernel = perturbed_statement(text, loads_of(xs), result_storage(dtype), moved, self.noise is not None)
-        if more or kernel is None:
+        if kernel is None:
             return None
         given = [one.moved for one, moves in zip(operands, moved, strict=True) if moves]
         made = run_kernel(kernel.kernel, [*xs, *given], key)
         if bits is not None:
             made[0] = bits
         value = derived = derivable(made[0])
-        if any(reads and one.derived.requires_grad for reads, one in zip(read, operands, strict=True)):
-            names = {f"x{i}": one.derived for i, one in enumerate(operands)}
+        if any(one.derived.requires_grad for one in names.values()):
             with torch.enable_grad():
-                derived = computed(statement, names, value)
+                derived = computed(statement, {name: one.derived for name, one in names.items()}, value)
             # The derivatives are those of PyTorch, and later operations read the bits.
             derived.data = value
-        return self._enter(step.node, kernel, made, derived)
+        return self._enter(step, kernel, made, derived)
+
+    def _choice(self, step: Step, states: States, of: State) -> State | None:
+        """Return the state of what chooses among the values of one tensor in binary32, such as a maximum.
+
+        The chosen values, and those of other dtypes, are the first results of PyTorch's operator; None for several.
+        """
+        with_value = _called_by(step, states)
+        with torch.enable_grad():
+            derived = _several(with_value(of.derived))
+        places = [i for i, one in enumerate(derived) if is_float(one)]
+        if len(places) != 1:
+            return None
+        (at,) = places
+        bits, moved = [one.detach() for one in derived], list[Any]([None] * len(derived))
+        missed = None
+        if of.moved is not None:
+            (passed,) = directional(lambda x: (_several(with_value(x))[at],), (of.bits,), (of.moved,))
+            first = None if passed is None else passed.nan_to_num(0.0, 0.0, 0.0)
+            with torch.no_grad():
+                wide, by = of.bits.double(), of.moved.double()
+                plus, minus = _several(with_value(wide + by)), _several(with_value(wide - by))
+                moved = [first if i == at else decided(one, plus[i], minus[i]) for i, one in enumerate(bits)]
+                missed = doubt_of(missed_by(bits[at].double(), plus[at], minus[at], first), first)
+        derived[at] = self._reached(derived[at])
+        self.sites.add(step.node.name, step.place, derived[at], [], missed, bits[at])
+        return State(bits, derived, moved) if step.several else State(bits[0], derived[0], moved[0])
 
     def _chain(self, step: Step, call: Chain, operands: Sequence[State]) -> State | None:
         """Return the state of a chain that draws; None for one that has no packed losses."""
@@ -161,20 +186,32 @@ class OnePass:
             with torch.enable_grad():
                 new = linear(*derived)
             new.data = value
-        return self._enter(step.node, store, made, new)
+        return self._enter(step, store, made, new)
 
-    def _enter(self, node: fx.Node, kernel: Perturbed, made: Sequence[Tensor], derived: Tensor) -> State:
+    def _enter(self, step: Step, kernel: Perturbed, made: Sequence[Tensor], derived: Tensor) -> State:
         """Return the state of a value by a kernel's results, and add what its rounding lost to the sites."""
-        started: Any = Start.apply
-        derived = derived if derived.requires_grad else started(derived, self.sites.root)
+        derived = self._reached(derived)
         missed = None if kernel.missed is None else made[kernel.missed]
         missed = None if missed is None or not bool(missed.any()) else missed.to(torch.bfloat16)
         lost = None if kernel.lost is None else made[kernel.lost]
         kept = [] if lost is None else [Kept(lost, None, None) if self.noise is None else Kept(None, lost, None)]
-        place = site(node)
-        assert place is not None
-        self.sites.add(node.name, place, derived, kept, missed, made[0])
+        self.sites.add(step.node.name, step.place, derived, kept, missed, made[0])
         return State(made[0], derived, None if kernel.moved is None else made[kernel.moved])
+
+    def _reached(self, derived: Tensor) -> Tensor:
+        """Return a value for autograd that a backward pass reaches."""
+        started: Any = Start.apply
+        return derived if derived.requires_grad else started(derived, self.sites.root)
+
+
+def _several(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _called_by(step: Step, states: States) -> Callable[[Tensor], Any]:
+    """Return the function of the only floating-point tensor that an operation reads."""
+    (number,) = step.numbers
+    return lambda value: step.call_with(lambda used: value if used is number else states[used].bits)
 
 
 def _moved(step: Step, states: States) -> State | None:
@@ -204,15 +241,10 @@ def _moved(step: Step, states: States) -> State | None:
 
 def _moved_alone(step: Step, states: States, of: State) -> State:
     """Return the state of the moved values of one tensor in binary32."""
-    (moves,) = step.numbers
-
-    def with_value(value: Tensor) -> Any:
-        return step.call_with(lambda used: value if used is moves else states[used].bits)
-
+    with_value = _called_by(step, states)
     with torch.enable_grad():
         derived = with_value(of.derived)
-    several = not isinstance(derived, Tensor)
-    bits = [one.detach() for one in derived] if several else derived.detach()
+    bits = [one.detach() for one in derived] if step.several else derived.detach()
     if of.moved is None:
-        return State(bits, derived, [None] * len(derived) if several else None)
+        return State(bits, derived, [None] * len(derived) if step.several else None)
     return State(bits, derived, with_value(of.moved))

@@ -64,7 +64,7 @@ class Tangents:
                 other = [rounded.double() - wide for rounded, wide in zip(at(near), moving_to, strict=True)]
             middle = tuple(state.shifted(0) for state in states)
             moving = tuple(s.shifted(1) - m for s, m in zip(states, middle, strict=True))
-            with differentiable("loss"):
+            with differentiable(lambda: "loss"):
                 moved = torch.autograd.functional.jvp(gradients, middle, moving, strict=False)[1]
         entered = []
         for place, index in zip(places, wanted, strict=True):
