@@ -80,6 +80,11 @@ class Step:
         return self.floats and self.kind in ("exact", "movement")
 
     @cached_property
+    def name(self) -> str:
+        """The operator."""
+        return str(self.node.target)
+
+    @cached_property
     def place(self) -> Site:
         """Where the operation is."""
         place = site(self.node)

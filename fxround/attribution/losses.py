@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import singledispatch
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ from fxround.runtime.run import run_chain, run_kernel
 _UNROUNDED: Final = "binary32/nearest_even/inf"
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """A loss until the backward passes: the error and the standard deviation, float32, and ``Loss.carried``."""
 
     error: Tensor | None

@@ -24,6 +24,7 @@ from fxround.graph.dialect import ContractionCall, Convolution, Matmul, Pointwis
 from fxround.graph.dtypes import result_storage
 from fxround.kernels.kinds import Exact
 from fxround.kernels.perturbed import Perturbed, perturbed_statement, perturbed_store
+from fxround.operators.rules import argument
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import loads_of
 from fxround.runtime.run import run_kernel
@@ -65,10 +66,9 @@ class OnePass:
         if step.node.target is getitem:
             of, place = states[step.reads[0]], step.node.args[1]
             return State(of.bits[place], of.derived[place], of.moved[place]) if is_float(of.bits[place]) else None
-        name = str(step.node.target)
-        if name in MOVES:
+        if step.name in MOVES:
             return _moved(step, states)
-        if name in SHAPES:
+        if step.name in SHAPES:
             with torch.no_grad():
                 return State.constant(step.call_with(lambda used: states[used].bits))
         if step.kind != "exact" or len(step.numbers) != 1:
@@ -140,8 +140,10 @@ class OnePass:
         bits, moved = [one.detach() for one in derived], list[Any]([None] * len(derived))
         missed = None
         if of.moved is not None:
-            (passed,) = directional(lambda x: (_several(with_value(x))[at],), (of.bits,), (of.moved,))
-            first = None if passed is None else passed.nan_to_num(0.0, 0.0, 0.0)
+            first = _passed_by_choice(step, of.bits, bits[at], of.moved)
+            if first is None:
+                (passed,) = directional(lambda x: (_several(with_value(x))[at],), (of.bits,), (of.moved,))
+                first = None if passed is None else passed.nan_to_num(0.0, 0.0, 0.0)
             with torch.no_grad():
                 wide, by = of.bits.double(), of.moved.double()
                 plus, minus = _several(with_value(wide + by)), _several(with_value(wide - by))
@@ -202,6 +204,19 @@ class OnePass:
         """Return a value for autograd that a backward pass reaches."""
         started: Any = Start.apply
         return derived if derived.requires_grad else started(derived, self.sites.root)
+
+
+def _passed_by_choice(step: Step, x: Tensor, chosen: Tensor, moved: Tensor) -> Tensor | None:
+    """Return the perturbation that amax or amin passes on, the mean over equal elements; None for another operator."""
+    if step.name not in ("aten.amax.default", "aten.amin.default") or x.dim() == 0:
+        return None
+    dims = [d % x.dim() for d in argument(step.node, "dim") or range(x.dim())]
+    kept = [1 if d in dims else size for d, size in enumerate(x.shape)]
+    with torch.no_grad():
+        equal = x == chosen.reshape(kept)
+        count = equal.sum(dims).reshape(chosen.shape)
+        passed = torch.where(equal, moved, 0.0).sum(dims).reshape(chosen.shape)
+        return torch.where(count > 0, passed / count, 0.0).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _several(value: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,8 +22,7 @@ class Decisions:
     minus: Any
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What a run has of a value: three pytrees of one structure.
 
     bits      the value of the run
