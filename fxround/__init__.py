@@ -40,6 +40,7 @@ from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding
 from fxround.numerics.modes import MODES, Rounding
 from fxround.policy import PRESETS, Policy, Rule
+from fxround.policy.calibrated import CalibratedPolicy
 from fxround.runtime.cpu.code import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
 from fxround.significance.calibration import calibrate
@@ -73,6 +74,7 @@ table = Format.table
 # compile, round and hash are left out: a star import would replace the builtins of these names.
 __all__ = [
     "AttributionReport",
+    "CalibratedPolicy",
     "CaptureError",
     "ComparisonReport",
     "Coverage",

@@ -18,6 +18,8 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.scaled import scale_program
 from fxround.numerics.formats import Format
 from fxround.passes.delayed_scales import DelayedScale
+from fxround.policy import Policy
+from fxround.policy.calibrated import CalibratedPolicy
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
 
@@ -28,7 +30,8 @@ SCALES: Final = "fxround_scales."
 class DelayedState:
     """The state by the names of values: [multiplier, largest magnitudes of the last steps, newest first].
 
-    values: tensors of shape [1 + history], of float32, or float64 for values of that dtype.
+    Held scales are tensors with a number for each block. values: tensors of shape [1 + history], or those, of float32,
+    or float64 for values of that dtype.
     """
 
     def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
@@ -36,6 +39,11 @@ class DelayedState:
         # Whether processes share their magnitudes, and which: None for all.
         self.shared = False
         self.group: Any = None
+
+    @staticmethod
+    def given(policy: Policy) -> DelayedState | None:
+        """Return a copy of the held scales of a calibrated policy; None for any other policy."""
+        return DelayedState(policy.scales).copy() if isinstance(policy, CalibratedPolicy) else None
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process.
@@ -54,8 +62,11 @@ class DelayedState:
         self.shared, self.group = True, group
 
     def multipliers(self, scales: Sequence[DelayedScale]) -> list[Tensor]:
-        """Return copies of the multipliers, of shape []. Raises FxroundError for a state of another history."""
-        return [self._of(scale)[0].clone() for scale in scales]
+        """Return copies of the multipliers, of shape [], and of held scales.
+
+        Raises FxroundError for a state of another history or shape, and for held scales that are missing.
+        """
+        return [(self._held(scale) if scale.shape is not None else self._of(scale)[0]).clone() for scale in scales]
 
     def copy(self) -> DelayedState:
         """Return the same state in memory of its own."""
@@ -77,6 +88,20 @@ class DelayedState:
             following = run_map(program, (history.amax(1), old[:, 0].contiguous()), dtype, Draw())
             state = torch.cat([following[:, None], history], 1)
             self.values |= {scale.name: row.clone() for (scale, _), row in zip(rows, state, strict=True)}
+
+    def _held(self, scale: DelayedScale) -> Tensor:
+        state = self.values.get(scale.name)
+        if state is None:
+            raise FxroundError(
+                f"the policy rounds {scale.name!r} with held scales, and the compiled module has none for it: compile "
+                "with the policy that fxround.calibrate returned, or load the state_dict of such a module"
+            )
+        if state.shape != scale.shape:
+            raise FxroundError(
+                f"the held scales {scale.name!r} have the shape {tuple(state.shape)}, and the policy needs "
+                f"{scale.shape}: calibrate this model, or load the state of a model with the same policy"
+            )
+        return state.to(scale.device, scale.dtype)
 
     def _of(self, scale: DelayedScale) -> Tensor:
         scaling = scale.rounding.format.scaling
@@ -103,10 +128,10 @@ class DelayedState:
         start = f"{prefix}{SCALES}"
         saved = {key[len(start) :]: state.pop(key) for key in list(state) if key.startswith(start)}
         for name, value in saved.items():
-            if not isinstance(value, Tensor) or value.dim() != 1 or len(value) < 2 or not value.is_floating_point():
+            if not isinstance(value, Tensor) or not value.numel() or not value.is_floating_point():
                 raise RuntimeError(
                     f"{start}{name} is {type(value).__name__} {tuple(getattr(value, 'shape', ()))}; expected a "
-                    "multiplier and the largest magnitudes of steps, a tensor of at least 2 floats"
+                    "multiplier and the largest magnitudes of steps, or held scales: a tensor of floats"
                 )
         if saved or replace:
             self.values = {name: value.clone() for name, value in saved.items()}

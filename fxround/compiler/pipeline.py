@@ -193,8 +193,9 @@ class Pipeline:
 def _refuse(delayed: Sequence[DelayedScale]) -> None:
     """Raise PolicyError for delayed scales where nothing keeps their state."""
     if delayed:
+        kind = "delayed" if delayed[0].shape is None else "held"
         raise PolicyError(
-            f"{delayed[0].rounding.format} is a delayed scale, which is state of a compiled module: use fxround.compile"
+            f"{delayed[0].rounding.format} is a {kind} scale, which is state of a compiled module: use fxround.compile"
             " on the model, or a scale that needs no state, as in current_scaling"
         )
 

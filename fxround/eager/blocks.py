@@ -106,8 +106,10 @@ class _Last:
 
     def multiplier(self, rounding: ScaledRounding) -> Tensor:
         """There is no earlier step of a tensor."""
+        assert rounding.format.scaling is not None
         raise ValueError(
-            f"{rounding.format}: a delayed scale is state of a compiled model; expected it in a rule's operands, or a "
+            f"{rounding.format}: a {rounding.format.scaling.how} scale is state of a compiled model; expected it in a "
+            "rule's operands, or a "
             "scale of the tensor itself, as in scaled(e4m3fn;tensor,binary32,inverse)"
         )
 

@@ -107,7 +107,7 @@ def gradients_of(joint: Entry, entry: Entry, arguments: Any, rng: Tensor, trains
         raise FxroundError("no result of this model depends on anything that requires a gradient")
     if joint.delayed:
         raise FxroundError(
-            f"{joint.delayed[0].rounding.format} is a delayed scale, whose history a program with gradients does not "
+            f"{joint.delayed[0].rounding.format} is a scale that is state, which a program with gradients does not "
             "hold: export without gradients=True, or use a scale that needs no state, as in current_scaling"
         )
     captured, leaves = joint.captured, pytree.tree_leaves(arguments)

@@ -32,7 +32,7 @@ def carrier_of(stored: Format) -> Format:
 
 def is_scale_of_largest(scaling: Scaling) -> bool:
     """Return whether a block's scale is a program of its largest magnitude, and of the tensor's if it has ``whole``."""
-    return scaling.how not in ("affine", "delayed") and scaling.percentile is None and not scaling.fit
+    return scaling.how != "affine" and not scaling.is_state and scaling.percentile is None and not scaling.fit
 
 
 @lru_cache(maxsize=1024)
@@ -46,8 +46,8 @@ def scale_program(rounding: ScaledRounding, carrier: Format, fit: int = 0) -> Pr
     Raises ValueError for fixed point, which has no scale.
     """
     scaling = rounding.format.scaling
-    if scaling is None:
-        raise ValueError(f"{rounding.format} has no scale")
+    if scaling is None or scaling.how == "held":
+        raise ValueError(f"{rounding.format} has no scale that is made of a tensor")
     written, element = _Statements(), rounding.format.element
     if scaling.how == "affine":
         # Half of the range, which cannot overflow.

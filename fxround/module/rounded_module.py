@@ -27,7 +27,7 @@ from fxround.capture.dynamo import aside, capturing
 from fxround.capture.refusals import LeftToPython
 from fxround.compiler.capture_report import Capture, table_of
 from fxround.compiler.captures import Captures, Flat
-from fxround.compiler.delayed_state import SCALES
+from fxround.compiler.delayed_state import SCALES, DelayedState
 from fxround.compiler.executable import Entry
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.samples_of_calls import CHANGING, NO_METHOD, CalledBy, give_back, take
@@ -110,7 +110,7 @@ class RoundedModule(Reaching):
         # Set before the model is known, from when on attributes of other names are the model's.
         self.policy, self.strict, self.rng = policy, strict, random_state(seed, sample)
         self.fuse, self.advance, self.unroll_loops = fuse, advance, unroll_loops
-        self._captures = Captures(model) if captures is None else captures
+        self._captures = Captures(model, DelayedState.given(policy)) if captures is None else captures
         self._rank, self._world_size = 0, 1
         self._repeats = Repeats()
         self._replay: Replay | None = None
@@ -301,7 +301,7 @@ class RoundedModule(Reaching):
         require_flag("strict", strict, optional=True)
         parsed = Policy.parse(policy)
         same_scales = [rule.operands for rule in parsed.rules] == [rule.operands for rule in self.policy.rules]
-        delayed = self._captures.delayed.copy() if same_scales else None
+        delayed = DelayedState.given(parsed) or (self._captures.delayed.copy() if same_scales else None)
         other = self._like(self.source, parsed, strict, Captures(self.source, delayed))
         other.rng = self.rng.cpu().clone()
         if parsed.definitions == self.policy.definitions:
@@ -343,10 +343,11 @@ class RoundedModule(Reaching):
 
     @property
     def delayed_scales(self) -> dict[str, Tensor]:
-        """Copies of the state of delayed scales by the names of values, such as ``first.weight0``.
+        """Copies of the state of delayed and held scales by the names of values, such as ``first.weight0``.
 
-        A state is a tensor of shape [1 + history]: the multiplier of the next call, and the largest magnitudes of the
-        last steps, newest first. Empty before the first call, and without delayed scales.
+        Held scales are a tensor with a number for each block. The state of a delayed scale is a tensor of shape
+        [1 + history]: the multiplier of the next call, and the largest magnitudes of the last steps, newest first.
+        Empty before the first call, and without such scales.
         """
         return self._captures.delayed.copy().values
 

@@ -1,4 +1,4 @@
-"""Delayed scales: multipliers that enter a graph as state, and the largest magnitudes of which later ones are made.
+"""Scales that enter a graph as state: held ones, and delayed ones with the magnitudes of which later ones are made.
 
 A delayed scale belongs to a value and a scaled format: every product that reads the value, forward or backward, rounds
 it with the same multiplier. A joint graph also returns the largest finite magnitude of the value, and
@@ -26,12 +26,16 @@ DELAYED: Final = "fxround_delayed"
 
 @dataclass(frozen=True)
 class DelayedScale:
-    """A multiplier: the name of the value, the rounding that it serves, and dtype and device of the multiplier."""
+    """A multiplier: the name of the value, the rounding that it serves, and dtype and device of the multiplier.
+
+    shape: that of held scales, with one number for each block; None for the multiplier of a delayed scale.
+    """
 
     name: str
     rounding: ScaledRounding
     dtype: torch.dtype
     device: torch.device
+    shape: tuple[int, ...] | None = None
 
 
 class DelayedScales:
@@ -48,23 +52,27 @@ class DelayedScales:
         """Return the placeholder of the multiplier of a value, which ``near`` reads; place: as ``near``'s operand."""
         key = source, rounding
         if key not in self._found:
-            kind = f"{place.path}.{place.role}".lstrip(".")
-            name = f"{kind}{self._names[kind]}"
-            self._names[kind] += 1
-            self._found[key] = self._entering(source, name, rounding)
+            name = numbered(self._names, place.path, place.role)
+            self._found[key] = self.entering(source, name, rounding)
             if self._trains:
                 self._return_magnitude(source, name, near)
         return self._found[key]
 
-    def _entering(self, source: fx.Node, name: str, rounding: ScaledRounding) -> fx.Node:
+    def entering(
+        self, source: fx.Node, name: str, rounding: ScaledRounding, shape: tuple[int, ...] | None = None
+    ) -> fx.Node:
+        """Return a new placeholder for the scale of a value; shape: as for ``DelayedScale``."""
         value = source.meta["val"]
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         with self.graph.graph.inserting_before(rng_of(self.graph)):
             node = self.graph.graph.placeholder("delayed_multiplier")
         node.target = node.name
-        node.meta[PORT], node.meta[DELAYED] = Port("multiplier", name), DelayedScale(name, rounding, wide, value.device)
+        node.meta[PORT], node.meta[DELAYED] = (
+            Port("multiplier", name),
+            DelayedScale(name, rounding, wide, value.device, shape),
+        )
         node.meta["val"] = fake_mode(self.graph).from_tensor(
-            torch.ones((), dtype=wide, device=value.device), static_shapes=True
+            torch.ones(shape or (), dtype=wide, device=value.device), static_shapes=True
         )
         return node
 
@@ -74,6 +82,13 @@ class DelayedScales:
         output = self.graph.graph.output_node()
         output.args = ((*output.args[0], largest),)  # type: ignore[misc]
         output.meta[PORTS] = (*output.meta[PORTS], Port("magnitude", name))
+
+
+def numbered(names: Counter[str], path: str, role: str) -> str:
+    """Return the name of the next value with this role that products of a module read."""
+    kind = f"{path}.{role}".lstrip(".")
+    names[kind] += 1
+    return f"{kind}{names[kind] - 1}"
 
 
 def delayed_scales(graph: fx.GraphModule) -> tuple[DelayedScale, ...]:

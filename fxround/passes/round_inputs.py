@@ -29,6 +29,7 @@ from fxround.operators.rules import argument
 from fxround.passes import streams
 from fxround.passes.contractions import summed_dims
 from fxround.passes.delayed_scales import DelayedScales
+from fxround.passes.held_scales import HeldScales, Layout, Round
 from fxround.passes.rewrite import (
     Plan,
     decided,
@@ -42,7 +43,7 @@ from fxround.passes.rewrite import (
     size_of,
     source_of,
 )
-from fxround.passes.scaling import NodeWriter, What, scaled
+from fxround.passes.scaling import NodeWriter, What, rounded_in_blocks, scaled
 from fxround.policy import ENTERING, Assignment
 
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
@@ -68,6 +69,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
     roundings: dict[fx.Node, list[str]] = {}
     matched: set[int] = set()
     rounded_sites, scales = [(part, *pair) for part in graphs_of(graph) for pair in sites(part)], DelayedScales(graph)
+    held = HeldScales(graph, scales)
     for part, node, place in rounded_sites:
         if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder", "loop"):
             continue
@@ -92,12 +94,16 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 writer = _Before(part, placed, _stream(own, texts, _said(wanted)), node)
                 node.replace_input_with(operand, _rounded(operand, writer))
                 continue
-            if part is not graph and _is_delayed(wanted.scaled):
+            how = wanted.scaled.format.scaling.how if wanted.scaled.format.scaling is not None else ""
+            if part is not graph and how in ("delayed", "held"):
                 raise UnsupportedRounding(
-                    f"{place}: an operation inside of a loop cannot have a delayed scale, which all iterations would "
+                    f"{place}: an operation inside of a loop cannot have a {how} scale, which all iterations would "
                     "share. Use a policy that scales by the values themselves, such as 'fp8'."
                 )
-            multiplier = scales.multiplier(source, placed, wanted.scaled, node) if _is_delayed(wanted.scaled) else None
+            if how == "held":
+                held.round(node, operand, placed, wanted.scaled, _with_held(part, placed, own, texts, node))
+                continue
+            multiplier = scales.multiplier(source, placed, wanted.scaled, node) if how == "delayed" else None
             for position, dims, groups in summed_dims(node, operand):
                 writer = _Before(
                     part, placed, _stream(own, texts, f"{_said(wanted)} {dims} {groups}"), node, multiplier
@@ -126,8 +132,16 @@ def _stream(source: Site, texts: list[str], text: str) -> int:
     return streams.of_operand(source, texts.index(text))
 
 
-def _is_delayed(rounding: ScaledRounding) -> bool:
-    return rounding.format.scaling is not None and rounding.format.scaling.how == "delayed"
+def _with_held(part: fx.GraphModule, placed: Site, own: Site, texts: list[str], node: fx.Node) -> Round:
+    """Return what rounds an operand of a node with held scales; texts: the roundings that the value has so far."""
+    assert placed.assignment is not None
+    said = _said(placed.assignment)
+
+    def rounded(operand: fx.Node, layout: Layout, scales: fx.Node) -> fx.Node:
+        stream = _stream(own, texts, f"{said} {layout.dims} {layout.groups}")
+        return _in_groups(operand, layout.dims, layout.groups, _Before(part, placed, stream, node, scales, layout))
+
+    return rounded
 
 
 def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
@@ -162,6 +176,10 @@ def _scaled(operand: fx.Node, dims: tuple[int, ...], other: int, writer: _Before
         operand = writer.write_rounded(turned, "elements")
         operand._rename(f"{near.name}_hadamard")
     with locating(place):
+        if writer.layout is not None and rounding.format.scaling is not None:
+            grouped = writer.layout.groups > 1
+            sizes = writer.layout.sizes(block, value.dim() - grouped, place.role == "weight")
+            return rounded_in_blocks(operand, value.dtype, rounding, sizes, writer)
         return scaled(operand, value.dim(), value.dtype, rounding, along, writer)
 
 
@@ -177,10 +195,13 @@ _NAMES: Final[dict[What, str]] = {
 
 @dataclass
 class _Before(NodeWriter):
-    """Inserts nodes before ``near``, for it alone; given: the multiplier of a delayed scale."""
+    """Inserts nodes before ``near``, for it alone; given: the multiplier of a delayed scale, or held scales,
+    with their layout.
+    """
 
     near: fx.Node
     given: fx.Node | None = None
+    layout: Layout | None = None
 
     KIND: ClassVar[str] = "operand"
 

@@ -91,8 +91,8 @@ class _After(NodeWriter):
         return self._append(call.overload, call.arguments(), place, _NAMES[what])
 
     def multiplier(self, rounding: ScaledRounding) -> fx.Node:
-        """Delayed scales belong to operands, which ``Rule`` requires."""
-        raise ValueError(f"{rounding}: a delayed scale belongs to operands")
+        """Scales that are state belong to operands, which ``Rule`` requires."""
+        raise ValueError(f"{rounding}: a scale that is state belongs to operands")
 
     def _append(self, target: object, arguments: Sequence[object], place: Site, name: str) -> fx.Node:
         with self.graph.graph.inserting_after(self.last):

@@ -70,7 +70,7 @@ class Writer(Protocol[T]):
         """Return scales of this format with flipped bits; whole: those of the tensor, and not of blocks."""
 
     def multiplier(self, rounding: ScaledRounding) -> T:
-        """Return the multiplier of a delayed scale. Raises ValueError where there is no state."""
+        """Return the multiplier of a delayed scale, or held scales. Raises ValueError where there is no state."""
 
 
 # What a new node is: what scales are computed from, the elements before their bits flip, the elements, or flipped bits.
@@ -183,6 +183,11 @@ def rounded_in_blocks(
         return writer.elements(program, [x, given], [held])
     if sizes is None:
         raise LookupError(f"{rounding.format} has scales of blocks, and the sizes of blocks are missing")
+    if scaling.how == "held":
+        given = writer.multiplier(rounding)
+        flipped = writer.flipped(given, scaling.format) if writer.flips_scales else given
+        wide = [writer.call(BlockExpand(scale, x, sizes)) for scale in dict.fromkeys((given, flipped))]
+        return writer.elements(program, [x, wide[0]], [wide[-1]])
     scales = _Scales(x, dtype, rounding, sizes, writer)
     factors = scales.affine() if scaling.how == "affine" else [scales.best() if scaling.fit else scales.scale()]
     wide = [writer.call(BlockExpand(f, x, sizes)) for f in factors]

@@ -102,10 +102,10 @@ class Policy:
 
     @property
     def delays_scales(self) -> bool:
-        """Whether some operand has a scale from earlier steps."""
+        """Whether some operand has a scale that is state of a compiled model: from earlier steps, or held."""
         texts = [rule.operands for rule in self.rules if rule.operands is not None and is_scaled(rule.operands)]
         scalings = [ScaledRounding.parse(text).format.scaling for text in texts]
-        return any(scaling is not None and scaling.how == "delayed" for scaling in scalings)
+        return any(scaling is not None and scaling.is_state for scaling in scalings)
 
     @cached_property
     def draws(self) -> bool:

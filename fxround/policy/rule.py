@@ -290,7 +290,8 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
             )
         if field == "rounding" and rounding.of_products:
             raise PolicyError(
-                f"{field} = {shown(str(text))}: a transform and a delayed scale belong to operands; write operands="
+                f"{field} = {shown(str(text))}: a transform and a scale that is state belong to operands; write "
+                "operands="
             )
         return str(rounding)
     if field != "accumulate":

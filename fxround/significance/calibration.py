@@ -3,27 +3,32 @@
 The operands of products are observed in forward passes without roundings. Those of one module and role share a scale:
 the magnitude that becomes the largest element, divided by it. That magnitude is the largest one, the one that KL
 divergence chooses among the edges of a histogram, as TensorRT and NVIDIA's pytorch-quantization do, a percentile of the
-magnitudes, or the one with the least squared error (``thresholds``).
+magnitudes, or the one with the least squared error (``thresholds``). A format with a block has scales for the channels
+and groups of each operand instead, which a compiled module keeps as state (``passes.held_scales``).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fxround.errors import shown, type_of
 from fxround.module import compile
-from fxround.numerics.formats import Format
-from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding, any_rounding
+from fxround.numerics.formats import FORMATS, Format
+from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding, Scaling, any_rounding
+from fxround.numerics.formats.scaled.format import Block
 from fxround.numerics.modes import Rounding
 from fxround.policy import Policy, Rule
+from fxround.policy.calibrated import CalibratedPolicy
 from fxround.policy.policy import of_operands
 from fxround.significance.inputs import calls, count
 from fxround.significance.kl_divergence import FIRST, Divergence
-from fxround.significance.observed_operands import Operand, Range, observed, unreached
+from fxround.significance.observed_operands import Operand, Range, observed, readers, unreached
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.thresholds import Chooser, LeastSquares, Percentile, scales_of
 
@@ -49,7 +54,10 @@ def calibrate(
         model: is called in its own mode, without gradients and without roundings.
         inputs: a tensor, arguments, or a DataLoader, as for ``variability``; every batch runs once, and twice unless
             ``how`` is ``"largest"``. All batches are kept meanwhile.
-        format: ``"int2"`` to ``"int16"``, or an element format such as ``"e4m3fn"``, perhaps with a mode.
+        format: ``"int2"`` to ``"int16"``, or an element format such as ``"e4m3fn"``, perhaps with a mode. With a block,
+            as in ``"int8:channel"``, ``"int4:32"``, ``"int8:tensor"`` or ``"scaled(e4m3fn;32,binary32,nearest)"``,
+            scales are held: a weight has one for each output channel, group along the sum, or tensor; any other operand has
+            one for each group, the same for all rows, or one alone.
         how: ``"largest"``: the scale is the largest finite magnitude over the largest element; ``"kl"``: the threshold
             of ``kl_threshold`` in place of the magnitude, for int2 to int8; ``"percentile"``: the least magnitude that
             ``percentile`` percent of the finite ones do not exceed; ``"mse"``: of the thresholds 100 to 21 percent of
@@ -60,7 +68,8 @@ def calibrate(
 
     Returns:
         Rules for the path of each module with products and each role of an operand; an operand that is always zero is
-        not rounded. Scales are rounded to binary32. Parameters enter once, whatever the number of batches.
+        not rounded. Scales are rounded to binary32. Parameters enter once, whatever the number of batches. With a
+        block, a ``CalibratedPolicy``: its ``scales`` become state of the module that is compiled with it.
 
     Raises:
         TypeError, ValueError: for another format or ``how``, for a model without products, for inputs without a batch,
@@ -75,44 +84,61 @@ def calibrate(
         policy = fxround.calibrate(model, loader, "int8", "mse")
         fxround.compile(model, policy)(x)
     """
-    rounding, whole = _format_of(format)
-    element = rounding.format if isinstance(rounding, Rounding) else rounding.format.element
-    levels = int(element.maximum) + 1 if whole is not None else 0
-    _require_how(how, percentile, levels, format)
+    rounding, block = _format_of(format)
+    scaled = isinstance(rounding, ScaledRounding)
+    element = rounding.format.element if isinstance(rounding, ScaledRounding) else rounding.format
+    _require_how(how, percentile, int(element.maximum) + 1 if scaled and block is None else 0, format)
     batches = [(call.args, call.kwargs) for call in calls(model, inputs, batch_size)]
     _warn_of_end(inputs, batch_size, len(batches))
     compiled = compile(model, _UNROLLED)
     with shown_progress(f"{type(model).__name__} {how}", len(batches) * (1 + (how != "largest")), progress) as tick:
         ranges: dict[Operand, Range] = {}
-        for operand, rows in observed(compiled, batches, tick):
-            ranges.setdefault(operand, Range()).add(rows)
+        for operand, batch in observed(compiled, batches, tick, block):
+            ranges.setdefault(operand, Range()).add(batch)
         _require_ranges(ranges, element)
         _warn_of_values(ranges, unreached(model, compiled._captures))
-        scales = {operand: float(scales_of(found.most, element.maximum)) for operand, found in ranges.items()}
+        scales = {operand: scales_of(found.most, element.maximum) for operand, found in ranges.items()}
         if how != "largest":
             choosers = {operand: _chooser(how, found, element, percentile) for operand, found in ranges.items()}
-            for operand, rows in observed(compiled, batches, tick):
-                choosers[operand].add(rows)
-            scales = {operand: float(chooser.scales()) for operand, chooser in choosers.items()}
-    mode = f"{rounding.mode}/{'saturate' if whole is not None else rounding.overflow}"
-    mode = mode if "/" in str(format) else "nearest_even/saturate"
+            for operand, batch in observed(compiled, batches, tick, block):
+                choosers[operand].add(batch.rows)
+            scales = {operand: chooser.scales() for operand, chooser in choosers.items()}
+    mode = f"{rounding.mode}/{rounding.overflow}" if "/" in str(format) else "nearest_even/saturate"
+    if block is not None:
+        own = ScaledFormat(element, Scaling(block, FORMATS["binary32"], "held"))
+        rules = [Rule(path, role=role, operands=f"{own}/{mode}") for path, role in sorted(readers(compiled._captures))]
+        held = {operand.name: _shaped(own, ranges[operand]) for operand, own in scales.items()}
+        return CalibratedPolicy(**vars(of_operands(f"{format} calibrated", *rules)), scales=held)
     rules = []
     for operand in sorted(scales, key=lambda known: (known.path, known.role)):
-        given = f"scaled({element};fixed,scale={scales[operand]!r})/{mode}"
+        given = f"scaled({element};fixed,scale={float(scales[operand])!r})/{mode}"
         text = given if ranges[operand].most.any() else "identity"
         rules.append(Rule(operand.path, role=operand.role, operands=text))
     return of_operands(f"{format} calibrated", *rules)
 
 
-def _format_of(format: Any) -> tuple[Rounding | ScaledRounding, ScaledFormat | None]:
-    """Return the rounding of a text, and its format if that is one of integers. Raises ValueError for a block."""
+def _shaped(scales: Tensor, known: Range) -> Tensor:
+    """Return the scales of blocks in the shape of held ones; a block of zeros has the largest one of its operand."""
+    used = known.most > 0
+    most = scales[used].max() if used.any() else torch.ones(())
+    return torch.where(used, scales, most.to(scales)).view(known.shape)
+
+
+def _format_of(format: Any) -> tuple[Rounding | ScaledRounding, Block | None]:
+    """Return the rounding of a text, and the block of scales that are held, or None. Raises ValueError for others."""
     rounding = any_rounding(str(format))
     if isinstance(rounding, Rounding):
         return rounding, None
-    whole = ScaledFormat.parse(str(format).partition("/")[0])
-    if whole.scaling is None or str(whole) != str(ScaledFormat.parse(_plain(format))):
-        raise ValueError(f"format is {shown(format)}; expected int2 to int16 or an element format, without a block")
-    return rounding, whole
+    text, scaling = str(format).partition("/")[0], rounding.format.scaling
+    plain = None if scaling is None else replace(scaling, block="tensor", percentile=None, fit=(), whole=None)
+    expected = "int2 to int16 or an element format, perhaps with :tensor, :channel or the length of a group"
+    if scaling is None or plain != replace(scaling, block="tensor") or scaling.is_tile or rounding.hadamard is not None:
+        raise ValueError(f"format is {shown(format)}; expected {expected}")
+    if scaling.how != "nearest" or scaling.format != FORMATS["binary32"]:
+        raise ValueError(
+            f"format is {shown(format)}, whose scales are no binary32 numbers to nearest; expected {expected}"
+        )
+    return rounding, scaling.block if ":" in text or text.startswith("scaled(") else None
 
 
 def _require_how(how: str, percentile: float, levels: int, format: Any) -> None:
@@ -124,7 +150,7 @@ def _require_how(how: str, percentile: float, levels: int, format: Any) -> None:
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile is {percentile}; expected more than 0 and at most 100")
     if how == "kl" and not 2 <= levels <= FIRST:
-        raise ValueError(f"KL divergence chooses scales of int2 to int8, got {shown(format)}; use how='mse'")
+        raise ValueError(f"KL divergence chooses one scale for int2 to int8, got {shown(format)}; use how='mse'")
 
 
 def _chooser(how: How, found: Range, element: Format, percentile: float) -> Chooser:
@@ -164,9 +190,3 @@ def _warn_of_end(inputs: Any, batch_size: int | None, seen: int) -> None:
         warnings.warn(
             f"the data ended after {seen} of {announced} batches: scales are made of these alone", stacklevel=3
         )
-
-
-def _plain(format: Any) -> str:
-    """Return the integers of a text without a block, for comparison; ``int8`` of another text."""
-    name = str(format).partition("/")[0].partition(":")[0]
-    return name if name.startswith("int") else "int8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,26 +12,65 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.compiler.executable import Entry
-from fxround.graph.site import PORT, Port, site
+from fxround.graph.site import PORT, Port, Site, site
 from fxround.graph.values import memory_of
+from fxround.numerics.formats.scaled.format import Block
+from fxround.passes.held_scales import HeldNames, Layout
 from fxround.passes.rewrite import source_of
 from fxround.passes.round_inputs import operands_of
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What shares a scale, or several: the path of the module of a product, and the role of its operand."""
+    """What has scales of its own.
+
+    path, role  the path of the module of a product, and the role of its operand
+    name        that of held scales; "" for one scale of all operands of the module with this role
+    layout      how blocks lie in the operand, for held scales
+    block       the elements that share one of the held scales
+    """
 
     path: str
     role: str
+    name: str = ""
+    layout: Layout | None = None
+    block: Block = "tensor"
 
     def __str__(self) -> str:
         return f"an operand of {self.path or 'the model'} with the role {self.role}"
 
-    def rows(self, value: Tensor) -> Tensor:
-        """Return the elements of a batch, [blocks, elements], in float32, or float64 for that dtype."""
+    def batch(self, value: Tensor) -> Batch:
+        """Return the elements of a batch."""
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-        return value.detach().to("cpu", wide).reshape(1, -1)
+        x = value.detach().to("cpu", wide)
+        others = int((~x.isfinite()).sum())
+        if self.layout is None:
+            return Batch(x.reshape(1, -1), others, ())
+        sizes = self.layout.sizes(self.block, x.dim(), self.role == "weight")
+        return _in_rows(x.reshape(self.layout.split(x.shape)), sizes, others)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The elements of an operand: [blocks, elements], float32 or float64, with NaNs at the ends of short blocks.
+
+    others  the number of elements that are not finite
+    shape   the number of blocks in each dimension of the operand, for held scales
+    """
+
+    rows: Tensor
+    others: int
+    shape: tuple[int, ...]
+
+
+def _in_rows(x: Tensor, sizes: Sequence[int], others: int) -> Batch:
+    pairs = list(zip(x.shape, sizes, strict=True))
+    blocks, lengths = [-(-size // n) if n else 1 for size, n in pairs], [n or max(1, size) for size, n in pairs]
+    whole = x.new_full([b * n for b, n in zip(blocks, lengths, strict=True)], torch.nan)
+    whole[tuple(slice(size) for size in x.shape)] = x
+    apart = whole.view([n for pair in zip(blocks, lengths, strict=True) for n in pair])
+    order = [*range(0, 2 * x.dim(), 2), *range(1, 2 * x.dim(), 2)]
+    return Batch(apart.permute(order).reshape(math.prod(blocks), -1), others, tuple(blocks))
 
 
 @dataclass
@@ -41,41 +81,57 @@ class Range:
     counts  how many finite elements each has, [blocks], int64
     others  the number of elements that are not finite
     zeros   whether an element is zero
+    shape   that of held scales
     """
 
     most: Tensor = field(default_factory=lambda: torch.zeros(1))
     counts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     others: int = 0
     zeros: bool = False
+    shape: tuple[int, ...] = ()
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, batch: Batch) -> None:
         """Take a batch."""
-        finite = rows.isfinite()
+        rows, finite = batch.rows, batch.rows.isfinite()
         magnitudes = torch.where(finite, rows.abs(), 0.0)
         most = magnitudes.amax(1) if rows.shape[1] else magnitudes.new_zeros(len(rows))
         self.most, self.counts = torch.maximum(self.most.to(most), most), self.counts + finite.sum(1)
-        self.others += int((~finite).sum())
+        self.others, self.shape = self.others + batch.others, batch.shape
         self.zeros |= bool((rows == 0).any())
 
 
-def observed(compiled: Any, batches: Sequence[Any], tick: Callable[[], None]) -> Iterator[tuple[Operand, Tensor]]:
-    """Yield the operands of products and their elements (``Operand.rows``), batch by batch; a parameter once.
+def observed(
+    compiled: Any, batches: Sequence[Any], tick: Callable[[], None], block: Block | None = None
+) -> Iterator[tuple[Operand, Batch]]:
+    """Yield the operands of products and their elements, batch by batch; a parameter once.
 
-    compiled: without roundings. tick: called after each batch.
+    compiled: without roundings. tick: called after each batch. block: for held scales; None for one scale for each
+    module and role.
     """
     done: set[tuple[Operand, str]] = set()
     for args, kwargs in batches:
         with torch.no_grad():
             entry = compiled._entry(args, kwargs)
-        wanted = _operands(entry)
+        wanted = _operands(entry) if block is None else _held_operands(entry, block)
         named = entry.named(pytree.tree_leaves((args, kwargs)))
         for name, value in [*named.items(), *(compiled.observe(*args, **kwargs) if wanted else ())]:
             for operand in wanted.get(name, ()):
                 if isinstance(value, Tensor) and (operand, name) not in done:
                     if operand.role == "weight":
                         done.add((operand, name))
-                    yield operand, operand.rows(value)
+                    yield operand, operand.batch(value)
         tick()
+
+
+def readers(entries: Iterable[Entry]) -> set[tuple[str, str]]:
+    """Return the path of each module with products, with each role of an operand."""
+    return {
+        (place.path, own.role)
+        for entry in entries
+        for node, place in _products(entry)
+        for operand in operands_of(node)
+        if (own := site(source_of(operand))) is not None
+    }
 
 
 def unreached(model: nn.Module, entries: Iterable[Entry]) -> list[str]:
@@ -96,13 +152,17 @@ def _port(node: fx.Node) -> Port | None:
     return port
 
 
+def _products(entry: Entry) -> Iterator[tuple[fx.Node, Site]]:
+    for node in entry.lowered.graph.nodes:
+        place = site(node)
+        if place is not None and place.kind == "contraction" and node.op == "call_function":
+            yield node, place
+
+
 def _operands(entry: Entry) -> dict[str, list[Operand]]:
     """Return the operands of the products of a graph by the names of the nodes that yield their elements."""
     wanted: dict[str, list[Operand]] = {}
-    for node in entry.lowered.graph.nodes:
-        place = site(node)
-        if place is None or place.kind != "contraction" or node.op != "call_function":
-            continue
+    for node, place in _products(entry):
         for source in dict.fromkeys(map(source_of, operands_of(node))):
             own = site(source)
             if own is not None and Operand(place.path, own.role) not in wanted.get(source.name, []):
@@ -110,4 +170,20 @@ def _operands(entry: Entry) -> dict[str, list[Operand]]:
     return wanted
 
 
-__all__ = ["Operand", "Range", "observed", "unreached"]
+def _held_operands(entry: Entry, block: Block) -> dict[str, list[Operand]]:
+    """Return the same with the names of held scales, which the products of several modules may share."""
+    names, wanted, done = HeldNames(), dict[str, list[Operand]](), set[str]()
+    for node, place in _products(entry):
+        for operand in operands_of(node):
+            source = source_of(operand)
+            own = site(source)
+            for _, layout in Layout.of(node, operand) if own is not None else ():
+                assert own is not None
+                name = names.name(source, layout, place.path, own.role)
+                if name not in done:
+                    done.add(name)
+                    wanted.setdefault(operand.name, []).append(Operand(place.path, own.role, name, layout, block))
+    return wanted
+
+
+__all__ = ["Batch", "Operand", "Range", "observed", "readers", "unreached"]

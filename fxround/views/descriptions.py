@@ -23,6 +23,7 @@ _HOW: Final = {
     "nearest": "largest magnitude / largest element, to the scale format's nearest value",
     "inverse": "largest element / largest magnitude is rounded, and elements are multiplied by it",
     "delayed": "largest element / largest magnitude of earlier steps is rounded, and elements are multiplied by it",
+    "held": "none is made: the scale is state of the compiled model, as fxround.calibrate found it",
     "affine": "range of the block and zero / largest element, with a zero point",
 }
 

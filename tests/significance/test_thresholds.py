@@ -12,7 +12,7 @@ from torch import Tensor
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_exact
-from fxround.significance.observed_operands import Range
+from fxround.significance.observed_operands import Batch, Range
 from fxround.significance.thresholds import SHARES, LeastSquares, Percentile, scales_of
 
 BINARY32 = Rounding.parse("binary32/nearest_even/saturate")
@@ -54,7 +54,7 @@ def test_the_least_squared_error_is_that_of_brute_force() -> None:
     for element, dtype in (("int3", torch.float32), ("e2m1fn", torch.float32), ("int4", torch.float64)):
         batches, known = batches_of(len(element), dtype), Range()
         for batch in batches:
-            known.add(batch)
+            known.add(Batch(batch, int((~batch.isfinite()).sum()), ()))
         rounding = ScaledRounding.parse(f"scaled({element};fixed)/nearest_even/saturate")
         chooser = LeastSquares(known.most, rounding)
         for batch in batches:
@@ -72,7 +72,7 @@ def test_the_least_squared_error_is_that_of_brute_force() -> None:
 def test_a_percentile_is_the_least_magnitude_that_so_many_do_not_exceed() -> None:
     batches, known = batches_of(0, torch.float32), Range()
     for batch in batches:
-        known.add(batch)
+        known.add(Batch(batch, int((~batch.isfinite()).sum()), ()))
     assert known.counts.tolist() == [39, 37, 41] and known.others == 6
     for percentage in (0.1, 50.0, 97.7, 100.0):
         chooser = Percentile(percentage, known.counts, 127.0)
@@ -89,7 +89,7 @@ def test_a_percentile_is_the_least_magnitude_that_so_many_do_not_exceed() -> Non
 def test_blocks_of_zeros_and_of_nothing_have_the_smallest_scale() -> None:
     rows = torch.tensor([[0.0, 0.0], [math.nan, math.nan], [2.0, 0.0]])
     known = Range()
-    known.add(rows)
+    known.add(Batch(rows, 2, ()))
     least = LeastSquares(known.most, ScaledRounding.parse("scaled(int8;fixed)/nearest_even/saturate"))
     for chooser in (least, Percentile(100.0, known.counts, 127.0)):
         chooser.add(rows)

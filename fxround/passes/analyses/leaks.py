@@ -360,8 +360,9 @@ class _Existing:
         return scale
 
     def multiplier(self, rounding: ScaledRounding) -> fx.Node:
-        """Return the multiplier of a delayed scale that ``made`` reads."""
-        for node in map(before_flips, self.made.all_input_nodes):
+        """Return the multiplier of a delayed scale that ``made`` reads, or the held scales."""
+        wide = [call.scales for node in self.made.all_input_nodes if isinstance(call := read(node), BlockExpand)]
+        for node in map(before_flips, [*self.made.all_input_nodes, *wide]):
             if DELAYED in node.meta and node.meta[DELAYED].rounding == rounding:
                 return node
         return _missing(f"a multiplier of {rounding}")

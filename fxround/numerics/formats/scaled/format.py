@@ -21,9 +21,11 @@ from fxround.numerics.modes import MODES, Mode, Rounding
 # precision, ties away. shift: m / 2^(e+1), to the power of two whose logarithm is nearest. up: m / M, to the scale
 # format's value above. nearest: m / M, to nearest. inverse: the multiplier M / m is rounded in place of the scale, and
 # elements are multiplied by it. affine: the range from the least to the largest value, with a zero point. delayed: as
-# inverse, with m the largest magnitude of earlier steps.
-How = Literal["floor", "ceil", "even", "shift", "up", "nearest", "inverse", "affine", "delayed"]
-_HOWS: Final = ("floor", "ceil", "even", "shift", "up", "nearest", "inverse", "affine", "delayed")
+# inverse, with m the largest magnitude of earlier steps. held: none is made; the scale is state of a compiled model.
+How = Literal["floor", "ceil", "even", "shift", "up", "nearest", "inverse", "affine", "delayed", "held"]
+_HOWS: Final = ("floor", "ceil", "even", "shift", "up", "nearest", "inverse", "affine", "delayed", "held")
+# Scales that are state of a compiled model.
+_STATES: Final = ("delayed", "held")
 # Those that make powers of two alone.
 _POWERS: Final = ("floor", "ceil", "even", "shift")
 # The smallest binary32 number above the square root of 2: a binary32 number is above sqrt(2) 2^k if it is at least
@@ -78,8 +80,15 @@ class Scaling:
             raise ValueError(f"fit={list(self.fit)}: expected 2 to {_MOST_FITS} positive binary32 numbers")
         if self.fit and self.how not in ("up", "nearest"):
             raise ValueError(f"fit chooses between scales that are made by up or nearest, got {self.how}")
-        if self.how in ("inverse", "affine", "delayed") and (self.whole is not None or self.percentile is not None):
-            read = "range of a block" if self.how == "affine" else "largest magnitude"
+        if self.how == "held" and (self.format != FORMATS["binary32"] or self.is_tile):
+            raise ValueError(
+                f"held scales are in binary32, and not of tiles; got {self.format} and the block {self.block}"
+            )
+        if self.how in ("inverse", "affine", "delayed", "held") and (
+            self.whole is not None or self.percentile is not None
+        ):
+            reads = {"affine": "range of a block", "held": "scale that was found before"}
+            read = reads.get(self.how, "largest magnitude")
             raise ValueError(f"{self.how} takes the {read}; it has no percentile and no scale of the tensor")
         if self.how in ("inverse", "delayed") and not (
             self.format == FORMATS["binary32"] or self.format.precision == 1
@@ -93,6 +102,16 @@ class Scaling:
             raise ValueError(f"a block is sizes, channel or tensor, got {shown(self.block)}")
         if self.how in _POWERS and self.format.precision != 1:
             raise ValueError(f"{self.how} makes powers of two; {self.format} has other scales: use up or nearest")
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether a block is a tile of two dimensions."""
+        return not isinstance(self.block, str) and len(self.block) == 2
+
+    @property
+    def is_state(self) -> bool:
+        """Whether scales are state of a compiled model."""
+        return self.how in _STATES
 
     @property
     def rounding(self) -> Rounding:
@@ -209,8 +228,10 @@ class ScaledRounding:
     def __post_init__(self) -> None:
         if self.overflow == "wrap" and self.format.span is None:
             raise ValueError(f"{self}: wrap goes with fixed point, as in fixed(8,4)/nearest_even/wrap")
-        if self.hadamard is not None and self.format.scaling is not None and self.format.scaling.how == "delayed":
-            raise ValueError(f"{self}: a delayed scale belongs to a value itself, and goes without a transform")
+        if self.hadamard is not None and self.format.scaling is not None and self.format.scaling.is_state:
+            raise ValueError(
+                f"{self}: a {self.format.scaling.how} scale belongs to a value itself, and goes without a transform"
+            )
         known = ", ".join([*self.format.element.overflows, *(["wrap"] if self.format.span else [])])
         if self.overflow not in known.split(", "):
             raise ValueError(f"elements of {self.format} cannot overflow to {self.overflow!r}; they can: {known}")
@@ -223,9 +244,9 @@ class ScaledRounding:
 
     @property
     def of_products(self) -> bool:
-        """Whether the rounding is one of operands alone: a transform that cancels, or a scale of earlier steps."""
+        """Whether the rounding is one of operands alone: a transform that cancels, or a scale that is state."""
         scaling = self.format.scaling
-        return self.hadamard is not None or (scaling is not None and scaling.how == "delayed")
+        return self.hadamard is not None or (scaling is not None and scaling.is_state)
 
     def multiples(self, carrier: Format) -> Rounding:
         """The rounding to multiples of the element's quantum, without a bound on their size.
