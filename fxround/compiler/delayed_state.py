@@ -128,7 +128,7 @@ class DelayedState:
         start = f"{prefix}{SCALES}"
         saved = {key[len(start) :]: state.pop(key) for key in list(state) if key.startswith(start)}
         for name, value in saved.items():
-            if not isinstance(value, Tensor) or not value.numel() or not value.is_floating_point():
+            if not isinstance(value, Tensor) or not value.dim() or not value.numel() or not value.is_floating_point():
                 raise RuntimeError(
                     f"{start}{name} is {type(value).__name__} {tuple(getattr(value, 'shape', ()))}; expected a "
                     "multiplier and the largest magnitudes of steps, or held scales: a tensor of floats"

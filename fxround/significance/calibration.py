@@ -56,8 +56,8 @@ def calibrate(
             ``how`` is ``"largest"``. All batches are kept meanwhile.
         format: ``"int2"`` to ``"int16"``, or an element format such as ``"e4m3fn"``, perhaps with a mode. With a block,
             as in ``"int8:channel"``, ``"int4:32"``, ``"int8:tensor"`` or ``"scaled(e4m3fn;32,binary32,nearest)"``,
-            scales are held: a weight has one for each output channel, group along the sum, or tensor; any other operand has
-            one for each group, the same for all rows, or one alone.
+            scales are held: a weight has one for each output channel, group along the sum, or tensor; any other operand
+            has one for each group, the same for all rows, or one alone.
         how: ``"largest"``: the scale is the largest finite magnitude over the largest element; ``"kl"``: the threshold
             of ``kl_threshold`` in place of the magnitude, for int2 to int8; ``"percentile"``: the least magnitude that
             ``percentile`` percent of the finite ones do not exceed; ``"mse"``: of the thresholds 100 to 21 percent of

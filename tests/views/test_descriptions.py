@@ -120,6 +120,7 @@ def test_every_way_to_make_scales_is_said(how: How) -> None:
     texts: dict[str, str] = {
         "affine": "uint8:32",
         "delayed": "scaled(e4m3fn;tensor,binary32,delayed,history=4)",
+        "held": "scaled(e4m3fn;channel,binary32,held)",
     }
     description = fxround.describe(texts.get(how, f"scaled(e2m1fn;16,e8m0fnu,{how})"))
     assert isinstance(description, ScaledDescription) and description.how
