@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 import fxround
-from benchmarks.published import qpytorch, repdl
+from benchmarks.published import fuzzy, pychop, qpytorch, repdl
 from benchmarks.published.scenes import CELLS, Scenes, boxes_of, kept, mean_average_precision
+from fxround import demo
 from fxround.training import compile_optimizer
 
 
@@ -101,3 +103,21 @@ def test_files_of_mnist_are_read(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match=r"is no file of unsigned bytes in the format IDX: it begins with b'PK"):
         repdl.mnist(tmp_path)
+
+
+def test_the_mask_of_a_scene_is_the_bright_part_of_its_digits() -> None:
+    scenes = Scenes.make(5, 3, test=True)
+    mask = fuzzy.masks(scenes)
+    assert torch.equal(mask.bool(), scenes.images > 0.2) and 0.02 < float(mask.mean()) < 0.5
+    assert fuzzy.UNet().eval()(scenes.images).shape == mask.shape
+
+
+def test_norms_are_fused_into_convolutions() -> None:
+    torch.manual_seed(0)
+    model, x = demo.DigitsCNN(), torch.rand(4, 1, 8, 8)
+    model(x)
+    wanted = copy.deepcopy(model).double().eval()(x.double())
+    fused = pychop.fused(model)
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in fused.modules())
+    # Six operations of relative error 2^-24 and sums of at most 144 products, of numbers below 1.
+    assert (fused.double()(x.double()) - wanted).abs().max() < 1e-5

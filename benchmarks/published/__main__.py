@@ -1,6 +1,7 @@
 """Make a table that another project published, in small.
 
-python -m benchmarks.published NAME [--seeds 5] [--write]
+python -m benchmarks.published qpytorch|pychop [--seeds 5] [--write]
+python -m benchmarks.published fuzzy [--write]
 python -m benchmarks.published repdl [--data FOLDER] [--write]
 """
 
@@ -19,7 +20,9 @@ import torch
 from benchmarks.harness import machine, table
 from benchmarks.tables import RESULTS
 
-NAMES: Final = ("qpytorch", "pychop", "repdl")
+NAMES: Final = ("qpytorch", "pychop", "fuzzy", "repdl")
+
+SEEDED: Final = ("qpytorch", "pychop")
 
 
 def main() -> None:
@@ -33,14 +36,15 @@ def main() -> None:
     if chosen.data is not None and chosen.name != "repdl":
         parser.error("--data goes with repdl")
     torch.set_num_threads(1)
-    asked = (chosen.seeds,) if chosen.name != "repdl" else (1, chosen.data)
+    seeded = chosen.name in SEEDED
+    asked = (chosen.data,) if chosen.name == "repdl" else (chosen.seeds,) if seeded else ()
     loads = [os.getloadavg()[0]]
     for named in importlib.import_module(f"benchmarks.published.{chosen.name}").tables(*asked):
         loads.append(os.getloadavg()[0])
         for found in named.values():
             print(table(found["columns"], found["rows"]), flush=True)
         if chosen.write:
-            said = f" --seeds {chosen.seeds}" if chosen.name != "repdl" else ""
+            said = f" --seeds {chosen.seeds}" if seeded else ""
             threads = ", one thread" if chosen.name != "repdl" else ""
             conditions = conditions_of(f"{chosen.name}{said}", f"{machine()}{threads}", loads)
             text = json.dumps({name: {**conditions, **found} for name, found in named.items()}, indent=1)
@@ -53,7 +57,7 @@ def conditions_of(asked: str, where: str, loads: list[float]) -> dict[str, Any]:
         "machine": where,
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__.partition("+")[0],
-        "load": f"{min(loads):.0f} to {max(loads):.0f}",
+        "load": " to ".join(dict.fromkeys(f"{load:.0f}" for load in (min(loads), max(loads)))),
         "command": f"python -m benchmarks.published {asked}",
     }
 

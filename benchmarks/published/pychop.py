@@ -2,17 +2,20 @@
 
 The classifier is the digits CNN (``fxround.demo``), with the accuracy on 500 test images; the detector is that of
 ``scenes``, with the mean average precision of 128 scenes. Stock PyTorch trains both in binary32, and nothing is trained
-after that. ``weights``: the parameters alone are rounded, as in Pychop's experiments. ``all``: arguments and the result
-of every operation, too; accumulators are binary32. Figures are means over seeds of models and of random bits.
+after that; norms are fused into the convolutions before them, as in Pychop's experiments. ``weights``: the parameters
+alone are rounded, as there. ``all``: arguments and the result of every operation, too; accumulators are binary32.
+Figures are means over seeds of models and of random bits.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, Final
 
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxround
 from benchmarks.published.scenes import Scenes, mean_average_precision, trained
@@ -50,6 +53,16 @@ EPOCHS: Final = 8
 Found = dict[tuple[str, str, str], list[float]]
 
 
+def fused(model: nn.Module) -> nn.Module:
+    """Return the model in eval mode with each norm of the kind BatchNorm2d in the convolution before it."""
+    layers = [(name, layer) for name, layer in model.eval().named_modules() if not list(layer.children())]
+    for (first, conv), (second, norm) in pairwise(layers):
+        if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+            model.set_submodule(first, fuse_conv_bn_eval(conv, norm))
+            model.set_submodule(second, nn.Identity())
+    return model
+
+
 def policies(formats: Mapping[str, Any]) -> dict[str, Policy]:
     """Return the policies by scope, format and mode, joined by semicolons."""
     named = {}
@@ -70,8 +83,8 @@ def tables(seeds: int = 5) -> Iterator[dict[str, Any]]:
     for seed in range(seeds):
         classifier, _ = demo.trained(digits, seed, lambda items, total, label: items)
         runs: list[tuple[nn.Module, Any, Mapping[str, Any], Any]] = [
-            (classifier, digits.test, CLASSIFIED, "accuracy"),
-            (trained(scenes, seed, EPOCHS), (tested.images, tested.objects), DETECTED, mean_average_precision),
+            (fused(classifier), digits.test, CLASSIFIED, "accuracy"),
+            (fused(trained(scenes, seed, EPOCHS)), (tested.images, tested.objects), DETECTED, mean_average_precision),
         ]
         for (model, data, formats, metric), found, plain in zip(runs, figures, unrounded, strict=True):
             report = fxround.compare(model, [data], policies(formats), [metric], samples=1, seed=seed, progress=False)

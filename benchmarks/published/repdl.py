@@ -129,8 +129,8 @@ def _run(images: Images, tested: int, policy: str | None) -> list[str]:
     return [initial, hash_of(net.parameters()), hash_of([logits]), f"{right:.2f}"]
 
 
-def tables(seeds: int = 1, data: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Train in each variation, and yield the table after each. seeds: not used, because the weights are RepDL's."""
+def tables(data: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Train in each variation, and yield the table after each. data: a folder with MNIST; None for the digits."""
     images = digits() if data is None else mnist(data)
     variations: dict[str, dict[str, Any]] = {"1 thread": {}, "2 threads": {"threads": 2}, "3 threads": {"threads": 3}}
     variations |= {f"code for {isa}": {"isa": isa} for isa in instruction_sets() if isa != "host"}
