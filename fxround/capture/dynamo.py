@@ -187,9 +187,7 @@ def refuse_more_graphs(model: nn.Module, graphs: int) -> None:
 
 
 @contextlib.contextmanager
-def replaying(
-    model: nn.Module, symbolic: bool, numbers: CountingNumbers, args: Any, kwargs: Any
-) -> Iterator[None]:
+def replaying(model: nn.Module, symbolic: bool, numbers: CountingNumbers, args: Any, kwargs: Any) -> Iterator[None]:
     """Apply the settings for calls by way of ``torch.compile``; what Dynamo refuses becomes a CaptureError.
 
     symbolic: whether every size of an argument, and of a tensor inside an argument, has a symbol of its own, and the

@@ -135,8 +135,8 @@ class Derivatives:
             )
         if self.pipeline.policy.delays_scales:
             raise FxroundError(
-                "a gradient under delayed or held scales cannot be differentiated again, because they are those of "
-                "values and first gradients: use a scale of the values themselves, as in current_scaling"
+                "a gradient under delayed scales, or held ones, cannot be differentiated again, because they are "
+                "those of values and first gradients: use a scale of the values themselves, as in current_scaling"
             )
 
     @cached_property

@@ -146,9 +146,9 @@ def test_a_policy_by_kl_clips_a_heavy_tail() -> None:
 def test_what_cannot_be_is_said() -> None:
     model, x = Net().eval(), torch.zeros(2, 12)
     for format, how, said in (
-        ("int8:channel", "kl", "without a block"),
-        ("mxfp8", "largest", "without a block"),
-        ("uint8", "largest", "without a block"),
+        ("int8:channel", "kl", "KL divergence chooses one scale"),
+        ("mxfp8", "largest", "no binary32 numbers to nearest"),
+        ("uint8", "largest", "no binary32 numbers to nearest"),
         ("int16", "kl", "use how='mse'"),
         ("e4m3fn", "kl", "use how='mse'"),
         ("int8", "mean", "expected 'largest', 'kl', 'percentile', 'mse'"),
