@@ -602,7 +602,8 @@ def _parts(cls: type, name: str) -> list[str]:
 
 def spelled(source: str) -> str:
     """Return a source as the model's author spells it: self.cache for ``L['self'].cache``."""
-    named = re.sub(r"^([LG]\['(\w+)'\])", r"\2", source)
+    array = re.fullmatch(r"___from_numpy\((.*)\)", source)
+    named = re.sub(r"^([LG]\['(\w+)'\])", r"\2", array[1] if array else source)
     named = re.sub(r"^__import_(\w+?)\.", "", named)
     return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", named)
 

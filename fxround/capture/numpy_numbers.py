@@ -26,6 +26,13 @@ _COMPARISONS: Final = (
     *((operator.eq, "=="), (operator.ne, "!="), (operator.lt, "<")),
     *((operator.le, "<="), (operator.gt, ">"), (operator.ge, ">=")),
 )
+# What NumPy computes of a tensor and an array on its right.
+_BY_NUMPY: Final = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv),
+    *(operator.pow, operator.floordiv, operator.mod),
+)
+# What takes an array as PyTorch does: the numbers of elements, and what makes a tensor.
+_BY_PYTORCH: Final = (operator.getitem, operator.setitem, torch.as_tensor)
 
 
 class _Thread(threading.local):
@@ -157,7 +164,11 @@ def _is_real(value: Any) -> bool:
 
 
 def refuse_numpy_numbers(graph: fx.GraphModule) -> None:
-    """Raise CaptureError where a scalar that NumPy's functions compute in Dynamo's graph meets a tensor."""
+    """Raise CaptureError where NumPy's scalars or arrays in Dynamo's graph meet a tensor in a way that Python has not.
+
+    A scalar that NumPy's functions compute would change the dtype. NumPy takes no tensor that requires gradients,
+    PyTorch's functions take no array, and a tensor on the right of an array is no operand of NumPy's.
+    """
     for part in (part for part in graph.modules() if isinstance(part, fx.GraphModule)):
         for node in part.graph.nodes:
             computed = any(_is_numpy(each) and _is_number(each) for each in node.all_input_nodes)
@@ -166,10 +177,39 @@ def refuse_numpy_numbers(graph: fx.GraphModule) -> None:
                     f"{located(node)}: NumPy computes a number from a size or an array in the forward, which would "
                     "change the dtype of the result: compute it by math, as float(...) in __init__, or by torch."
                 )
+            if node.op in ("call_function", "call_method") and node.target not in _BY_PYTORCH:
+                _refuse_arrays(node)
+
+
+def _refuse_arrays(node: fx.Node) -> None:
+    arrays = [each for each in node.all_input_nodes if _is_array(each)]
+    tensors = [each for each in node.all_input_nodes if not _is_array(each) and _is_tensor(each)]
+    if not tensors or not (arrays or _is_numpy(node)):
+        return
+    if any(each.meta["example_value"].requires_grad for each in tensors):
+        told = "computes with a tensor that requires gradients, which PyTorch refuses"
+    elif not _is_numpy(node) and (node.target not in _BY_NUMPY or node.args[0] not in tensors):
+        told = "meets an array where PyTorch takes none"
+    else:
+        return
+    raise CaptureError(
+        f"{located(node)}: NumPy {told}: make a tensor of the array (torch.from_numpy(array), or a buffer of the "
+        "module), or detach the tensor (x.detach().numpy())."
+    )
 
 
 def _is_numpy(node: fx.Node) -> bool:
     return type(node.target).__name__.startswith("numpy_") or getattr(node.target, "__name__", "").startswith("numpy_")
+
+
+def _is_array(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph, which has a tensor for it, is an array to the model."""
+    source = str(getattr(getattr(node, "_dynamo_source", None), "name", ""))
+    return _is_numpy(node) or source.startswith("___from_numpy(")
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), Tensor)
 
 
 def _is_number(node: fx.Node) -> bool:

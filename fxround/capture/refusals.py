@@ -171,6 +171,12 @@ _ADVICE: Final = (
         "detach what the operation reads, as in y.detach() // 2: PyTorch knows no derivative of it, and raises this "
         "error where a backward pass meets it",
     ),
+    (
+        "Module-level backwards hooks",
+        "register the hook on the compiled module; inside of the model, let a forward hook set it on a tensor: "
+        "module.register_forward_hook(lambda module, args, result: result.register_hook(hook) and None), where hook "
+        "takes the gradient of the result and returns another one",
+    ),
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),

@@ -133,6 +133,16 @@ def located(node: fx.Node) -> Site:
     return Site(_module_path(path), name.rpartition(".")[2], operator_of(node), "", "", source, code)
 
 
+def function_of(node: fx.Node) -> str:
+    """Return the function of PyTorch that the model called for a node, as torch.fft.fft; "" where none is known."""
+    stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [("", None)]
+    name = str(getattr(stack[-1][1], "__name__", ""))
+    family, _, member = name.partition("_")  # fft_fft
+    if hasattr(getattr(torch, family, None), member):
+        return f"torch.{family}.{member}"
+    return f"torch.{name}" if hasattr(torch, name) else ""
+
+
 def operator_of(node: fx.Node) -> str:
     """Return the name of the node's operator; for ``getitem``, of the operator that yields the tuple."""
     producer = node.args[0] if node.target is operator.getitem else node

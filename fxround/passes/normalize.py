@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxround.errors import CaptureError
-from fxround.graph.site import PORT, float_value, is_complex, located
+from fxround.graph.site import PORT, float_value, function_of, is_complex, located
 from fxround.operators.rules import rule_of
 from fxround.passes.rewrite import Plan, insert, source_of
 
@@ -73,6 +73,9 @@ def _computes_complex(node: fx.Node) -> bool:
 def _expose_parts(graph: fx.GraphModule, node: fx.Node) -> None:
     """Let every use of complex numbers read them after a round trip by their parts."""
     parts = insert(graph, node, aten.view_as_real_copy.default, (node,))
+    called = function_of(node)
+    if called:
+        parts._rename(f"{called.replace('.', '_')}_parts")
     whole = insert(graph, node, aten.view_as_complex_copy.default, (parts,))
     node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not parts)
     # They were inserted before the node that they read. Placeholders stay together.

@@ -85,7 +85,7 @@ def insert(graph: fx.GraphModule, near: fx.Node, target: Any, args: Sequence[Any
         new = graph.graph.create_node("call_function", target, tuple(args), kwargs, target.overloadpacket.__name__)
     kept = (
         *("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "partitioner_tag", "seq_nr", "original_aten"),
-        ORIGIN,
+        *("source_fn_stack", "fwd_source_fn_stack", ORIGIN),
     )
     new.meta = {key: near.meta[key] for key in kept if key in near.meta}
     place = site(near)

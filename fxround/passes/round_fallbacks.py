@@ -11,11 +11,12 @@ import math
 from dataclasses import replace
 from typing import Final, cast
 
+import torch
 from torch import fx
 
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.site import META, Site, float_value, float_values, site
+from fxround.graph.site import META, Site, float_value, float_values, function_of, site
 from fxround.numerics.formats import Format
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_float
@@ -51,11 +52,17 @@ def round_results(graph: fx.GraphModule, plan: Plan) -> None:
         reason = OWN if _is_own(node) else place.reason or _reason(place, node)
         if plan.strict and wanted[0].accumulate != "native" and not _is_own(node):
             raise UnsupportedOperator(
-                f"{place}: node {node.name} cannot be rounded, and policy {plan.policy.name!r} is strict: {reason}. "
+                f"{place}: {_said(node)} cannot be rounded, and policy {plan.policy.name!r} is strict: {reason}. "
                 "Pass strict=False to keep the stock kernel and round its result once, or replace the operator."
             )
         rounded = [_round_if_stored(graph, result) for result in _results(node)]
         node.meta[META] = replace(place, reason=reason + (_ROUNDED if any(rounded) else ""))
+
+
+def _said(node: fx.Node) -> str:
+    """Return the node by its name; with the function of the model, where it is a part of what that computes."""
+    called = function_of(node) if node.target is torch.ops.aten.view_as_real_copy.default else ""
+    return f"{called} (node {node.name})" if called else f"node {node.name}"
 
 
 def _is_own(node: fx.Node) -> bool:

@@ -189,3 +189,53 @@ def test_other_traces_of_torch_compile_take_scalars_of_numpy_as_before() -> None
     assert torch.compile(lambda x: x.sum() * SCALE, backend="eager")(X).dtype == torch.float64  # Dynamo's own answer
     with numpy_numbers():
         assert common_constant_types == before
+
+
+class _WithArray(nn.Module):
+    def __init__(self, use: Callable[[Tensor, Any], Any], counting: bool) -> None:
+        super().__init__()
+        self.use, self.counting, self.calls, self.array = use, counting, 0, np.array([1.0, 2.0, 4.0, 8.0])
+
+    def forward(self, x: Tensor) -> Any:
+        if self.counting:
+            self.calls += 1
+        return self.use(x, self.array)
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
+def test_an_array_meets_a_tensor_where_it_does_in_python() -> None:
+    """NumPy refuses a tensor that requires gradients, and PyTorch's functions refuse an array."""
+
+    def refused(use: Callable[[Tensor, Any], Any], x: Tensor, counting: bool = False) -> None:
+        with pytest.raises((CaptureError, RuntimeError, TypeError)):
+            fxround.compile(_WithArray(use, counting), "reproducible")(x)
+
+    wanted = X.clone().requires_grad_()
+    of_numpy: list[Callable[[Tensor, Any], Any]] = [lambda x, a: x * a, lambda x, a: np.add(x, a)]
+    never: list[Callable[[Tensor, Any], Any]] = [
+        *(lambda x, a: a - x, lambda x, a: torch.mul(x, a), lambda x, a: x.mul(a), lambda x, a: x * (x > a))
+    ]
+    refused(of_numpy[0], wanted, counting=True)
+    refused(never[0], X, counting=True)
+    for use in of_numpy:
+        refused(use, wanted)
+    for use in never:
+        refused(use, X)
+    for allowed in (of_numpy[0], lambda x, a: x * torch.from_numpy(a), lambda x, a: x[a.astype(np.int64) // 4]):
+        # Products of small integers are exact.
+        model = _WithArray(allowed, counting=False)
+        assert torch.equal(fxround.compile(model, "reproducible")(X), model(X))
+
+
+def test_the_refusal_of_an_array_names_the_line_and_the_remedy() -> None:
+    model = _WithArray(lambda x, a: x * a, counting=True)
+    with pytest.raises(CaptureError, match=r"mul.*test_numpy_numbers\.py.*requires gradients.*torch\.from_numpy"):
+        fxround.compile(model, "reproducible")(X.clone().requires_grad_())
+
+
+def test_an_array_of_a_module_has_its_name_in_a_refusal() -> None:
+    model = nn.Sequential(_WithArray(lambda x, a: x * torch.from_numpy(a), counting=False))
+    for study in (fxround.variability, fxround.attribute):
+        with pytest.raises(CaptureError, match=r"relies on (self|input)?\S*\.array \(") as refused:
+            study(model, X)
+        assert "from_numpy" not in str(refused.value).splitlines()[1]

@@ -147,3 +147,31 @@ def test_an_operation_without_a_derivative_is_named_with_its_line_and_the_remedy
     assert torch.equal(bins, again) and not again.requires_grad
     assert torch.equal(again, (y.detach().double() / 0.5).floor().float()), "the exact quotient by a power of two"
     assert torch.equal(model.layer.bias.grad, torch.full((4,), 3.0))
+
+
+def _doubled(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2
+
+
+def test_a_hook_of_a_modules_gradients_is_refused_with_what_works() -> None:
+    first = torch.nn.Linear(4, 4)
+    model, x = nn.Sequential(first, nn.Tanh()), torch.rand(3, 4, requires_grad=True)
+    fxround.compile(model, "reproducible")(x).sum().backward()
+    assert x.grad is not None
+    wanted, x.grad = x.grad * 2, None  # exact, and every operation of the backward pass scales
+    handle = first.register_full_backward_hook(lambda module, given, taken: None)
+    with pytest.raises(
+        CaptureError, match=r"change  register the hook on the compiled module; inside of the model"
+    ) as refused:
+        fxround.compile(model, "reproducible")(x)
+    handle.remove()
+    # As the message says.
+    assert "lambda module, args, result: result.register_hook(hook) and None" in str(refused.value)
+    handle = first.register_forward_hook(lambda module, args, result: result.register_hook(_doubled) and None)
+    fxround.compile(model, "reproducible")(x).sum().backward()
+    assert torch.equal(x.grad, wanted)
+    handle.remove()
+    x.grad, compiled = None, fxround.compile(model, "reproducible")
+    compiled.register_full_backward_hook(lambda module, given, taken: (_doubled(given[0]),))
+    compiled(x).sum().backward()
+    assert torch.equal(x.grad, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,21 @@ def test_strides_that_a_model_reads_are_those_of_the_call() -> None:
     assert torch.equal(compiled(X), X * 2) and torch.equal(compiled(turned), X * 3) and torch.equal(compiled(X), X * 2)
     with pytest.raises(CaptureError, match=r"order of an argument in memory.*\.contiguous\(\)"):
         compiled(torch.ones(3, 8)[:, ::2])
+
+
+def test_a_graph_depends_on_the_environment_that_it_was_made_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo guards what it reads of ``os.environ``, and nothing of ``os.getenv``."""
+
+    def reading(x: Tensor) -> Tensor:
+        return x * float(os.getenv("OF_A_TEST", "1"))
+
+    monkeypatch.delenv("OF_A_TEST", raising=False)
+    compiled: Any = fxround.compile(reading, "reproducible")
+    assert torch.equal(compiled(X), X)
+    guards = compiled._called().captured.guards
+    assert guards.hold((X,), {})
+    monkeypatch.setenv("OF_A_TEST", "5")
+    assert not guards.hold((X,), {}) and guards.changed((X,), {}) == ["os.environ"]
 
 
 class Fivefold(TorchFunctionMode):
