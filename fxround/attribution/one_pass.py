@@ -140,7 +140,7 @@ class OnePass:
         bits, moved = [one.detach() for one in derived], list[Any]([None] * len(derived))
         missed = None
         if of.moved is not None:
-            first = _passed_by_choice(step, of.bits, bits[at], of.moved)
+            first = _passed_by_choice(step, of.bits, bits, of.moved)
             if first is None:
                 (passed,) = directional(lambda x: (_several(with_value(x))[at],), (of.bits,), (of.moved,))
                 first = None if passed is None else passed.nan_to_num(0.0, 0.0, 0.0)
@@ -206,17 +206,23 @@ class OnePass:
         return derived if derived.requires_grad else started(derived, self.sites.root)
 
 
-def _passed_by_choice(step: Step, x: Tensor, chosen: Tensor, moved: Tensor) -> Tensor | None:
-    """Return the perturbation that amax or amin passes on, the mean over equal elements; None for another operator."""
-    if step.name not in ("aten.amax.default", "aten.amin.default") or x.dim() == 0:
+def _passed_by_choice(step: Step, x: Tensor, made: Sequence[Tensor], moved: Tensor) -> Tensor | None:
+    """Return the perturbation that a choice passes on, by its results, without dual numbers; None if it needs them.
+
+    That of a maximum is the mean over equal elements, that of a pooling the one at the index.
+    """
+    if step.name == "aten.max_pool2d_with_indices.default":
+        value, index = made
+        passed = moved.flatten(-2).gather(-1, index.flatten(-2)).reshape(value.shape)
+    elif step.name in ("aten.amax.default", "aten.amin.default") and x.dim():
+        (value,) = made
+        dims = [d % x.dim() for d in argument(step.node, "dim") or range(x.dim())]
+        equal = x == value.reshape([1 if d in dims else size for d, size in enumerate(x.shape)])
+        passed = torch.where(equal, moved, 0.0).sum(dims) / equal.sum(dims).clamp_(min=1)
+        passed = passed.reshape(value.shape)
+    else:
         return None
-    dims = [d % x.dim() for d in argument(step.node, "dim") or range(x.dim())]
-    kept = [1 if d in dims else size for d, size in enumerate(x.shape)]
-    with torch.no_grad():
-        equal = x == chosen.reshape(kept)
-        count = equal.sum(dims).reshape(chosen.shape)
-        passed = torch.where(equal, moved, 0.0).sum(dims).reshape(chosen.shape)
-        return torch.where(count > 0, passed / count, 0.0).nan_to_num(0.0, 0.0, 0.0)
+    return passed.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _several(value: Any) -> list[Any]:
