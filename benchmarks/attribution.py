@@ -1,6 +1,6 @@
 """Predicted against sampled: how well one run and its derivatives foretell what a thousand samples measure.
 
-    python -m benchmarks.attribution [--models mlp resnet18 ...] [--samples N] [--output attribution.json]
+    python -m benchmarks.attribution [--models mlp resnet18 ...] [--samples N] [--output attribution.json] [--write]
 
 For each model, under ``"stochastic"``: the deviation of the result, predicted from one run, over that of N samples, and
 the median of the same ratio over elements; the rank correlation of the variances of sites with those of N/50 samples in
@@ -8,13 +8,16 @@ which one site alone is rounded, and all else is computed in binary64; the proce
 capture beside that of a plain stochastic run, of a backward pass, and of ``variability`` with ten samples, on one
 thread (these alone with ``--samples 0``); and for ResNet-18 on
 eight images of 128 x 128, in processes of their own, the memory of an attribution beside that of a training step. The
-last three models are built so that derivatives say little: their reports must say so.
+last three models are built so that derivatives say little: their reports must say so. ``--write`` stores the tables of
+attribution.md under benchmarks/results; ``python -m benchmarks.tables`` writes the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -31,7 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from benchmarks.harness import header, vision_operators
+from benchmarks.harness import header, machine, vision_operators
+from benchmarks.tables import RESULTS
 from fxround.attribution.states import is_float
 from fxround.attribution.subject import Subject
 from fxround.policy import Policy
@@ -232,6 +236,57 @@ def measured(name: str, samples: int) -> dict[str, Any]:
     return row | costs(case, subject)
 
 
+LABELS = {
+    "mlp": "MLP",
+    "digits_cnn": "digits CNN",
+    "transformer": "transformer, 2 layers",
+    "lstm": "LSTM, 32 steps",
+    "gpt2": "GPT-2, 3 layers, its loss",
+    "unet": "U-Net",
+    "resnet18": "ResNet-18",
+    "cancellation": "cancelled divisor",
+    "saturated": "saturated softmax",
+    "relu_at_zero": "relu at zero",
+}
+PREDICTED = ("model", "sites", "predicted", "samples", "ratio", "rank correlation", "trusted")
+COSTS = (
+    *("model", "a stochastic run, node by node, ms", "run with derivatives, ms", "backward pass, ms", "ratio"),
+    *("ten samples of each layer by variability, with capture, s", "attribute, with capture, s"),
+)
+
+
+def predicted_cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a model's prediction."""
+    correlation = f"{row['rank_correlation']:.3f}" if "rank_correlation" in row else ""
+    figures = [f"{row['deviation']:.3g}", f"{row['measured']:.3g}", f"{row['ratio']:.3f}", correlation]
+    return [LABELS[row["model"]], str(row["sites"]), *figures, "yes" if row["trusted"] else "no"]
+
+
+def cost_cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a model's costs."""
+    times = [f"{1000 * row[f'{name}_s']:.1f}" for name in ("plain", "linearized", "backward")]
+    others = [f"{row[f'{name}_s']:.1f}" for name in ("variability", "attribute")]
+    return [LABELS[row["model"]], *times, f"{row['linearized_s'] / row['plain_s']:.1f}", *others]
+
+
+def stored(rows: list[dict[str, Any]], samples: int, load: str) -> dict[str, Any]:
+    """Return the tables of results with their conditions."""
+    conditions = {
+        "command": "python -m benchmarks.attribution" + ("" if samples else " --samples 0"),
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__.partition("+")[0],
+        "load": load,
+    }
+    timed = [cost_cells(row) for row in rows if "plain_s" in row]
+    tables = {"attribution-cost": {"columns": list(COSTS), "numbers": [1, 2, 3, 4, 5, 6], "rows": timed} | conditions}
+    if samples:
+        columns = [f"{samples:,} samples" if name == "samples" else name for name in PREDICTED]
+        cells = [predicted_cells(row) for row in rows]
+        tables["attribution"] = {"columns": columns, "numbers": [1, 2, 3, 4, 5], "rows": cells} | conditions
+    return tables
+
+
 LARGE = (8, 3, 128, 128)
 
 
@@ -271,6 +326,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--output", type=Path, help="a JSON file for the rows")
+    parser.add_argument("--write", action="store_true", help="store the tables under benchmarks/results")
     parser.add_argument("--peak", choices=["attribute", "train"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peak:
@@ -278,7 +334,7 @@ def main() -> None:
         return
     conditions = header(["torch", "numpy", "fxround"])
     print(conditions)
-    rows = []
+    rows, loads = [], [os.getloadavg()[0]]
     for name in arguments.models:
         row = measured(name, arguments.samples)
         if name == "resnet18":
@@ -289,6 +345,12 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if arguments.output:
             arguments.output.write_text(json.dumps({"header": conditions, "rows": rows}, indent=1) + "\n")
+        loads.append(os.getloadavg()[0])
+    if arguments.write:
+        load = f"{min(loads):.0f} to {max(loads):.0f}"
+        path = RESULTS / "attribution.json"
+        known = json.loads(path.read_text(encoding="utf-8")) | stored(rows, arguments.samples, load)
+        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
