@@ -106,6 +106,20 @@ def test_a_perturbation_passes_by_the_derivative_and_what_that_misses_is_said(op
     torch.testing.assert_close(results[made.missed].double().abs(), missed.abs(), rtol=1e-4, atol=1e-6 * size)
 
 
+@pytest.mark.parametrize("exponent", [-1.0, 0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 2.5])
+def test_powers_of_a_number_have_the_derivative_of_pytorch(exponent: float) -> None:
+    """Small exponents are products, also of zero and of negative numbers."""
+    x = torch.tensor([0.0, 0.75, 1.0, 1.3] if exponent % 1 else [0.0, -1.3, -0.5, 0.75, 1.0, 1.3])
+    by = torch.full_like(x, 1e-5)
+    made = perturbed_statement(f"t0 = pow(x0, {exponent.hex()}) @ bfloat16", ("f32",), "f32", (True,), False)
+    assert made is not None and made.moved is not None and made.lost is not None
+    results = run_kernel(made.kernel, [x, by], Draw(5, 6, 7).key())
+    _, first = jvp(lambda wide: wide**exponent, x.double(), by.double())
+    # An infinite derivative passes nothing. Not bits: derivatives in binary64 of two makers.
+    expected = first.nan_to_num(0.0, 0.0, 0.0) + results[made.lost].double()
+    torch.testing.assert_close(results[made.moved].double(), expected, rtol=1e-5, atol=1e-11)
+
+
 def test_signs_are_drawn_beside_the_bits_of_the_value() -> None:
     x = torch.rand(10_000) + 0.5
     made, results = run(text("sqrt", "binary32/stochastic/inf"), [x], [torch.zeros(10_000)], True)
