@@ -109,13 +109,13 @@ class HeldScales:
     def __init__(self, graph: fx.GraphModule, scales: DelayedScales) -> None:
         self.graph, self._scales, self._names = graph, scales, HeldNames()
         self._entered: dict[str, fx.Node] = {}
-        self._first: dict[tuple[fx.Node, ScaledRounding], tuple[fx.Node, Layout, fx.Node]] = {}
+        self._read: dict[tuple[fx.Node, ScaledRounding], list[tuple[fx.Node, Layout, fx.Node]]] = {}
 
     def round(self, node: fx.Node, operand: fx.Node, place: Site, rounding: ScaledRounding, rounded: Round) -> None:
         """Let a product read an operand that is rounded with held scales.
 
         Raises UnsupportedRounding for sizes that are not fixed, and for a backward product of a value that no forward
-        product reads, or reads in a shape that cannot be undone.
+        product reads, or reads in another view that cannot be undone.
         """
         source = source_of(operand)
         if place.direction == "backward":
@@ -123,7 +123,7 @@ class HeldScales:
             return
         for position, layout in Layout.of(node, operand):
             scales = self._scales_of(operand, source, layout, place, rounding)
-            self._first.setdefault((source, rounding), (operand, layout, scales))
+            self._read.setdefault((source, rounding), []).append((operand, layout, scales))
             node.update_arg(position, rounded(operand, layout, scales))
 
     def _scales_of(
@@ -147,19 +147,23 @@ class HeldScales:
     def _round_backward(
         self, node: fx.Node, operand: fx.Node, source: fx.Node, place: Site, rounding: ScaledRounding, rounded: Round
     ) -> None:
-        first = self._first.get((source, rounding))
-        if first is None:
+        read = self._read.get((source, rounding))
+        if not read:
             raise UnsupportedRounding(
                 f"{place}: no forward product reads this operand, so that it has no held scales: call the model under "
                 "torch.no_grad(), or keep the operand by a rule with operands='identity'"
             )
-        forward, layout, scales = first
-        value = self._source_like(rounded(forward, layout, scales), forward, node, place)
-        node.replace_input_with(operand, self._moved(operand, source, value, node))
+        # Of several forward operands, the one that is the same view of the source for the longest part of the way.
+        way = _way(operand)
+        shared = [next(at for at in _way(forward) if at in way) for forward, _, _ in read]
+        nearest = min(range(len(read)), key=lambda i: way.index(shared[i]))
+        forward, layout, scales = read[nearest]
+        value = self._moved_back(rounded(forward, layout, scales), forward, shared[nearest], node, place)
+        node.replace_input_with(operand, self._moved(operand, shared[nearest], value, node))
 
-    def _source_like(self, value: fx.Node, operand: fx.Node, near: fx.Node, place: Site) -> fx.Node:
-        """Return a value of the shape of an operand in that of the operand's source."""
-        while (before := moved_by(operand)) is not None:
+    def _moved_back(self, value: fx.Node, operand: fx.Node, to: fx.Node, near: fx.Node, place: Site) -> fx.Node:
+        """Return a value of the shape of an operand in that of a value of which the operand is a view."""
+        while operand is not to and (before := moved_by(operand)) is not None:
             same = str(operand.meta["val"].shape) == str(before.meta["val"].shape)
             if operand.target is _ATEN.permute.default:
                 dims: Any = operand.args[1]
@@ -177,14 +181,22 @@ class HeldScales:
             operand = before
         return value
 
-    def _moved(self, operand: fx.Node, source: fx.Node, value: fx.Node, near: fx.Node) -> fx.Node:
-        """Return a value in place of an operand's source, moved as the operand is."""
+    def _moved(self, operand: fx.Node, start: fx.Node, value: fx.Node, near: fx.Node) -> fx.Node:
+        """Return a value in place of one of which an operand is a view, moved as the operand is."""
         before = moved_by(operand)
-        if operand is source or before is None:
+        if operand is start or before is None:
             return value
-        moved = self._moved(before, source, value, near)
+        moved = self._moved(before, start, value, near)
         args = fx.map_arg(operand.args, lambda n: moved if n is before else n)
         return insert(self.graph, near, operand.target, args, **operand.kwargs)
+
+
+def _way(operand: fx.Node) -> list[fx.Node]:
+    """Return an operand, and the values of which it is a view, back to its source."""
+    way = [operand]
+    while (before := moved_by(way[-1])) is not None:
+        way.append(before)
+    return way
 
 
 __all__ = ["HeldNames", "HeldScales", "Layout"]

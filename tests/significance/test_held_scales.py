@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from fxround.errors import FxroundError, PolicyError, UnsupportedRounding
+from fxround.errors import FxroundError, PolicyError
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_exact
 from fxround.policy import Policy
@@ -189,21 +189,28 @@ def test_what_cannot_be_held_is_said() -> None:
 
 
 class Moves(nn.Module):
-    """A product whose operand is read through a slice."""
+    """Products of parts of one value, and of a value that is read in two shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 2)
+        self.layer, self.head = nn.Linear(4, 6), nn.Linear(3, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(torch.tanh(x)[:, 1:4])
+        q, k = self.layer(x).chunk(2, -1)
+        y: Tensor = self.head(q) + (q @ k.transpose(1, 2)).sum()
         return y
 
 
-def test_an_operand_that_cannot_be_moved_back_runs_without_gradients() -> None:
-    model, x = Moves(), torch.randn(4, 5)
-    compiled = fxround.compile(model, fxround.calibrate(model, x, "int8:2", "mse"))
+def test_backward_products_of_parts_read_the_parts_that_were_rounded() -> None:
+    torch.manual_seed(0)
+    model, x = Moves(), torch.randn(2, 3, 4)
+    policy = fxround.calibrate(model, x, "int4:2", "mse")
+    compiled = fxround.compile(model, policy)
+    y = compiled(x)
+    y.sum().backward()
     with torch.no_grad():
-        assert compiled(x).isfinite().all()
-    with pytest.raises(UnsupportedRounding, match=r"cannot undo: call the model under torch.no_grad"):
-        compiled(x)
+        assert torch.equal(compiled(x), y)
+        (q,) = (v for name, v in compiled.observe(x) if name == "mm_1_operand")
+    assert model.head.weight.grad is not None and q.shape == (6, 3)
+    # A sum of six numbers, each rounded on the way.
+    assert torch.allclose(model.head.weight.grad[0], q.sum(0), rtol=0, atol=1e-5)
