@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 
 import fxround
+from benchmarks.published import __main__ as command
 from benchmarks.published import fuzzy, pychop, qpytorch, repdl
 from benchmarks.published.scenes import CELLS, Scenes, boxes_of, kept, mean_average_precision
+from benchmarks.tables import RESULTS
 from fxround import demo
 from fxround.training import compile_optimizer
 
@@ -121,3 +124,14 @@ def test_norms_are_fused_into_convolutions() -> None:
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in fused.modules())
     # Six operations of relative error 2^-24 and sums of at most 144 products, of numbers below 1.
     assert (fused.double()(x.double()) - wanted).abs().max() < 1e-5
+
+
+def test_the_command_offers_the_models_that_there_are() -> None:
+    assert tuple(pychop.STUDIES) == command.MODELS
+    tables = json.loads((RESULTS / "published_pychop.json").read_text(encoding="utf-8"))
+    for name, study in pychop.STUDIES.items():
+        rows = {row[0]: row[1:] for row in tables[f"published-pychop-{name}"]["rows"]}
+        for form, figures in study.published.items():
+            assert list(map(float, rows[f"{form}, published"])) == pytest.approx(figures, abs=0.05)
+            # What the page says: nearest keeps what a directed mode loses, and 8 bits upward the most.
+            assert float(rows[f"{form}, weights"][0]) > float(rows["q52, weights"][1])

@@ -1,6 +1,7 @@
 """Make a table that another project published, in small.
 
-python -m benchmarks.published qpytorch|pychop [--seeds 5] [--write]
+python -m benchmarks.published qpytorch [--seeds 5] [--write]
+python -m benchmarks.published pychop [--seeds 5] [--models cnn residual detector] [--write]
 python -m benchmarks.published fuzzy [--write]
 python -m benchmarks.published repdl [--data FOLDER] [--write]
 """
@@ -21,7 +22,7 @@ from benchmarks.harness import machine, table
 from benchmarks.tables import RESULTS
 
 NAMES: Final = ("qpytorch", "pychop", "fuzzy", "repdl")
-
+MODELS: Final = ("cnn", "residual", "detector")
 SEEDED: Final = ("qpytorch", "pychop")
 
 
@@ -32,12 +33,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="of weights, batches and random bits (default 5)")
     parser.add_argument("--write", action="store_true", help="store the tables under benchmarks/results")
     parser.add_argument("--data", type=Path, help="repdl: a folder with the files of MNIST, train-images-idx3-ubyte...")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="of pychop (default all)")
     chosen = parser.parse_args()
     if chosen.data is not None and chosen.name != "repdl":
         parser.error("--data goes with repdl")
+    if chosen.models and chosen.name != "pychop":
+        parser.error("--models goes with pychop")
     torch.set_num_threads(1)
     seeded = chosen.name in SEEDED
-    asked = (chosen.data,) if chosen.name == "repdl" else (chosen.seeds,) if seeded else ()
+    asked: list[Any] = [chosen.data] if chosen.name == "repdl" else [chosen.seeds] if seeded else []
+    asked += [chosen.models] if chosen.models else []
     loads = [os.getloadavg()[0]]
     for named in importlib.import_module(f"benchmarks.published.{chosen.name}").tables(*asked):
         loads.append(os.getloadavg()[0])
@@ -47,8 +52,10 @@ def main() -> None:
             said = f" --seeds {chosen.seeds}" if seeded else ""
             threads = ", one thread" if chosen.name != "repdl" else ""
             conditions = conditions_of(f"{chosen.name}{said}", f"{machine()}{threads}", loads)
-            text = json.dumps({name: {**conditions, **found} for name, found in named.items()}, indent=1)
-            (RESULTS / f"published_{chosen.name}.json").write_text(text + "\n", encoding="utf-8")
+            path = RESULTS / f"published_{chosen.name}.json"
+            held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            held |= {name: {**conditions, **found} for name, found in named.items()}
+            path.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 
 def conditions_of(asked: str, where: str, loads: list[float]) -> dict[str, Any]:

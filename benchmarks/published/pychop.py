@@ -1,7 +1,8 @@
 """Pychop's question: which format and which rounding mode keeps a trained model's accuracy?
 
-The classifier is the digits CNN (``fxround.demo``), with the accuracy on 500 test images; the detector is that of
-``scenes``, with the mean average precision of 128 scenes. Stock PyTorch trains both in binary32, and nothing is trained
+The classifiers are the digits CNN (``fxround.demo``, four layers) and a residual network of 18 layers (``residual``),
+with the accuracy on 500 test images; the detector is that of
+``scenes``, with the mean average precision of 128 scenes. Stock PyTorch trains them in binary32, and nothing is trained
 after that; norms are fused into the convolutions before them, as in Pychop's experiments. ``weights``: the parameters
 alone are rounded, as there. ``all``: arguments and the result of every operation, too; accumulators are binary32.
 Figures are means over seeds of models and of random bits.
@@ -10,7 +11,9 @@ Figures are means over seeds of models and of random bits.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -18,6 +21,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxround
+from benchmarks.published import residual
 from benchmarks.published.scenes import Scenes, mean_average_precision, trained
 from fxround import Policy, Rule, demo
 
@@ -74,47 +78,85 @@ def policies(formats: Mapping[str, Any]) -> dict[str, Policy]:
     return named
 
 
-def tables(seeds: int = 5) -> Iterator[dict[str, Any]]:
-    """Compare the policies on the models of each seed, and yield both tables after each."""
-    digits = demo.load_digits()
-    scenes, tested = Scenes.make(SCENES, 0, test=False), Scenes.make(128, 1, test=True)
-    figures: tuple[Found, Found] = {}, {}
-    unrounded: tuple[list[float], list[float]] = [], []
-    for seed in range(seeds):
-        classifier, _ = demo.trained(digits, seed, lambda items, total, label: items)
-        runs: list[tuple[nn.Module, Any, Mapping[str, Any], Any]] = [
-            (fused(classifier), digits.test, CLASSIFIED, "accuracy"),
-            (fused(trained(scenes, seed, EPOCHS)), (tested.images, tested.objects), DETECTED, mean_average_precision),
-        ]
-        for (model, data, formats, metric), found, plain in zip(runs, figures, unrounded, strict=True):
-            report = fxround.compare(model, [data], policies(formats), [metric], samples=1, seed=seed, progress=False)
-            plain.append(report.unrounded[0].mean)
-            for row in report.policies:
-                if row.error:
-                    raise RuntimeError(f"{row.name}: {row.error}")
-                scope, form, mode = row.name.split("; ")
-                found.setdefault((scope, form, mode), []).append(row.metrics[0].mean)
-        yield {
-            "published-pychop-classes": _table("accuracy, %", figures[0], unrounded[0], CLASSIFIED, _percent),
-            "published-pychop-boxes": _table("mAP", figures[1], unrounded[1], DETECTED, "{:.3f}".format),
-        }
+@dataclass(frozen=True)
+class Study:
+    """A model by seed, its data, what is measured and how a figure is written, and the published figures."""
+
+    make: Callable[[int], nn.Module]
+    data: Callable[[], Any]
+    metric: Any
+    title: str
+    shown: Callable[[float], str]
+    published: Mapping[str, tuple[float, ...]]
+
+
+@cache
+def digits() -> demo.Digits:
+    """Return the images."""
+    return demo.load_digits()
+
+
+def _scenes() -> Any:
+    tested = Scenes.make(128, 1, test=True)
+    return tested.images, tested.objects
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def _table(
-    metric: str,
-    found: Found,
-    unrounded: list[float],
-    published: Mapping[str, tuple[float, ...]],
-    shown: Callable[[float], str],
-) -> dict[str, Any]:
-    rows = [["binary32, unrounded", shown(statistics.fmean(unrounded)), *[""] * (len(MODES) - 1)]]
-    for form, theirs in published.items():
+STUDIES: Final[Mapping[str, Study]] = {
+    "cnn": Study(
+        lambda seed: demo.trained(digits(), seed, lambda items, total, label: items)[0],
+        lambda: digits().test,
+        "accuracy",
+        "digits CNN: accuracy, %",
+        _percent,
+        CLASSIFIED,
+    ),
+    "residual": Study(
+        lambda seed: residual.trained(digits(), seed),
+        lambda: digits().test,
+        "accuracy",
+        "residual network: accuracy, %",
+        _percent,
+        CLASSIFIED,
+    ),
+    "detector": Study(
+        lambda seed: trained(Scenes.make(SCENES, 0, test=False), seed, EPOCHS),
+        _scenes,
+        mean_average_precision,
+        "detector: mAP",
+        "{:.3f}".format,
+        DETECTED,
+    ),
+}
+
+
+def tables(seeds: int = 5, models: Iterable[str] = tuple(STUDIES)) -> Iterator[dict[str, Any]]:
+    """Compare the policies on the models of each seed, and yield a model's table after each."""
+    for model in models:
+        study, found, unrounded = STUDIES[model], Found(), list[float]()
+        data = study.data()
+        for seed in range(seeds):
+            named = policies(study.published)
+            made = fused(study.make(seed))
+            report = fxround.compare(made, [data], named, [study.metric], samples=1, seed=seed, progress=False)
+            unrounded.append(report.unrounded[0].mean)
+            for row in report.policies:
+                if row.error:
+                    raise RuntimeError(f"{row.name}: {row.error}")
+                scope, form, mode = row.name.split("; ")
+                found.setdefault((scope, form, mode), []).append(row.metrics[0].mean)
+            yield {f"published-pychop-{model}": _table(study, found, unrounded)}
+
+
+def _table(study: Study, found: Found, unrounded: list[float]) -> dict[str, Any]:
+    """Return a row for each format and scope, with the means over seeds, and one with the published figures."""
+    rows = [["binary32, unrounded", study.shown(statistics.fmean(unrounded)), *[""] * (len(MODES) - 1)]]
+    for form, theirs in study.published.items():
         for scope in SCOPES:
-            means = [shown(statistics.fmean(found[scope, form, mode])) for mode in MODES]
+            means = [study.shown(statistics.fmean(found[scope, form, mode])) for mode in MODES]
             rows.append([f"{form}, {scope}", *means])
         rows.append([f"{form}, published", *(f"{value:.{1 if max(theirs) > 1 else 3}f}" for value in theirs)])
-    return {"columns": [metric, *MODES], "numbers": list(range(1, len(MODES) + 1)), "rows": rows}
+    return {"columns": [study.title, *MODES], "numbers": list(range(1, len(MODES) + 1)), "rows": rows}
