@@ -229,8 +229,8 @@ def _require_format(policy: Policy) -> None:
         raise PolicyError(f"formats: {name} flips bits by chance; expected a format without faults")
     if policy.delays_scales:
         raise PolicyError(
-            f"formats: {name} has scales that are state, which one part cannot have without the others; expected a "
-            "format that scales by the values themselves, such as 'fp8'"
+            f"formats: {name} has scales from earlier steps, or held ones, which one part cannot have without the "
+            "others; expected a format that scales by the values themselves, such as 'fp8'"
         )
     everything = [rule for rule in policy.rules if rule.operator is None and rule.role is None and rule.rounding]
     if policy.rules and not everything:
