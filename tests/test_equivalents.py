@@ -23,8 +23,16 @@ OTHERS = {
         "`p3109_quantize",
         "`FaultChop",
         "`subnormal",
+        "`post_quantization",
     ),
-    "qpytorch": ('`float_quantize(x, exp, man, rounding="stochastic', "`Quantizer", "`OptimLP", "no acc", "quantizers"),
+    "qpytorch": (
+        '`float_quantize(x, exp, man, rounding="stochastic',
+        "`Quantizer",
+        "`OptimLP",
+        "no acc",
+        "quantizers",
+        "`examples/WAGE",
+    ),
     "microxcaling": ("`MxSpecs",),
 }
 
