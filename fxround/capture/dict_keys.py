@@ -1,8 +1,9 @@
 """Keys of dicts that Dynamo reads without a guard, while it traces a model.
 
 A key that ``d[key]`` does not find, and that ``__missing__``, the next dict of a ChainMap or an ``except KeyError`` may
-serve, has no guard; neither have the keys of a dict that becomes part of a list or a set: ``[*d]``,
-``set().union(d)``, ``len`` of a ChainMap. Dynamo has guards for both, which are added here.
+serve, has no guard; neither have the keys of a dict that becomes part of a list or a set (``[*d]``,
+``set().union(d)``, ``len`` of a ChainMap) or of a constant (``str(d)``, ``max(d, key=d.get)``). Dynamo
+has guards for both, which are added here.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
     """Wrap, once and for good, Dynamo's reads of dicts. is_tracing: whether a trace is for fxround."""
     from torch._dynamo import variables
     from torch._dynamo.exc import ObservedKeyError
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.dicts import ConstDictVariable
 
     item = ConstDictVariable.getitem_const_raise_exception_if_absent
+    constant = ConstDictVariable.as_python_constant
 
     def item_of(self: Any, tx: Any, key: Any) -> Any:
         try:
@@ -30,6 +33,11 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
             if is_tracing():
                 self.install_dict_contains_guard(tx, [key])
             raise
+
+    def constant_of(self: Any) -> Any:
+        if is_tracing():
+            _require_keys(self, InstructionTranslator.current_tx())
+        return constant(self)
 
     def unpacking(call: Any) -> Any:
         def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -46,6 +54,7 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
     owners: list[Any] = [kind for kind in kinds - {VariableTracker, ConstDictVariable} if "call_method" in vars(kind)]
     replaced: list[tuple[Any, str, Any]] = [
         (ConstDictVariable, "getitem_const_raise_exception_if_absent", item_of),
+        (ConstDictVariable, "as_python_constant", constant_of),
         *((kind, "call_method", unpacking(kind.call_method)) for kind in owners),
     ]
     for owner, name, function in replaced:

@@ -52,7 +52,8 @@ _OF_ARGUMENTS: Final = frozenset(
 _HOOKS: Final = "EMPTY_NN_MODULE_HOOKS_DICT"
 # The kinds of guards that compare values by ==, and the types of values that may be equal and differ.
 _EQUAL: Final = frozenset(("CONSTANT_MATCH", "EQUALS_MATCH"))
-# The kind of guards on the keys of a dict. They do not notice the order of an OrderedDict after move_to_end.
+# The kind of guards on the keys of a dict. Those on the order of keys, too, do not notice that of an OrderedDict after
+# move_to_end.
 _KEYS: Final = "DICT_KEYS_MATCH"
 # Dynamo's settings for guards on what is in a dict that is as it was: evaluated. torch 2.11 evaluates none on a module
 # or a tensor there, which may have changed in place.
@@ -246,8 +247,8 @@ class Noted:
             if _is_compared(source, names)
             and (name not in known or (identities and id(value_of(source, scope)) in identities))
         }
-        ordered = [(source, value) for source, value in _ordered(kept, scope) if _is_compared(source, names)]
-        unguarded.update((source.name, source) for source, _ in ordered)
+        orders = [(source, value) for source, value in ordered(kept, scope) if _is_compared(source, names)]
+        unguarded.update((source.name, source) for source, _ in orders)
         checker = _checker(
             self.output.bytecode,
             graph,
@@ -278,7 +279,7 @@ class Noted:
                 *self._copied(),
                 *_memory_of(self.model, self.readings.memory),
                 *([(self.model, _layouts_of_state, _layouts_of_state(self.model))] if self.readings.strides else []),
-                *((value, list, list(value)) for _, value in ordered),
+                *((value, list, list(value)) for _, value in orders),
                 *inherited([guard.originating_source for guard in graph.guards], scope),
                 *unset(graph.guards, scope),
                 *(_numbers_of(self.model, number) for number in numbers),
@@ -331,9 +332,17 @@ def _is_evaluated(guard: Any, names: set[str]) -> bool:
     return kind not in _OF_ARGUMENTS or not all(_is_item(source) for source in _chain(guard.originating_source)[1:])
 
 
-def _ordered(guards: Iterable[Any], scope: dict[str, Any]) -> Iterator[tuple[Any, OrderedDict[Any, Any]]]:
+def sources_of_keys(guards: Iterable[Any]) -> set[Any]:
+    """Return the sources of dicts of which these guards compare the keys.
+
+    Dynamo adds their order for some of the uses that depend on it: not for ``f(**d)``, ``{**d}`` and ``d | e``.
+    """
+    return {guard.originating_source for guard in guards if guard.create_fn_name() == _KEYS}
+
+
+def ordered(guards: Iterable[Any], scope: dict[str, Any]) -> Iterator[tuple[Any, OrderedDict[Any, Any]]]:
     """Yield the ``OrderedDict`` objects of which these guards compare the keys, with their sources."""
-    for source in {g.name: g.originating_source for g in guards if g.create_fn_name() == _KEYS}.values():
+    for source in {source.name: source for source in sources_of_keys(guards)}.values():
         value = value_of(source, scope)
         if isinstance(value, OrderedDict) and len(value) > 1:
             yield source, value
@@ -424,6 +433,7 @@ def _checker(
     noted = copy.copy(graph)
     noted._guards = GuardsSet(OrderedSet(guards))
     noted._aotautograd_guards = []
+    noted.guard_on_key_order = graph.guard_on_key_order | sources_of_keys(guards)
     # Dynamo notes the modes of a frame that it runs itself.
     noted.torch_function_mode_stack = _get_current_function_mode_stack()
     noted.skip_guards_check = True
@@ -435,6 +445,8 @@ def _checker(
     ):
         try:
             return Checker(code, noted)
+        except CaptureError:
+            raise
         except Exception as error:  # what a source raises that names a value of another moment or another module
             raise CaptureError(
                 f"what the model read in the trace cannot be read again ({type(error).__name__}: {error}): the globals "

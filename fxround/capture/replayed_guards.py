@@ -18,7 +18,16 @@ from typing import Any, Final
 from torch import nn
 from torch._guards import Guard, TracingContext
 
-from fxround.capture.guards import environment, inherited, is_replaced, methods_of, unset, value_of
+from fxround.capture.guards import (
+    environment,
+    inherited,
+    is_replaced,
+    methods_of,
+    ordered,
+    sources_of_keys,
+    unset,
+    value_of,
+)
 from fxround.capture.readings import TRACING
 
 _OF_OS: Final = os.getenv.__code__.co_filename
@@ -30,8 +39,10 @@ def watch_more(model: nn.Module) -> None:
     Guards live as long as the model's code: this one refers to classes and functions weakly.
     """
     from torch._dynamo.source import GlobalStateSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
     guards = TracingContext.get().guards_context.dynamo_guards
+    InstructionTranslator.current_tx().output.guard_on_key_order.update(sources_of_keys(guards))
     guards.add(Guard(GlobalStateSource(), partial(_watch, weakref.ref(model))))
 
 
@@ -47,16 +58,29 @@ def _watch(model: Callable[[], nn.Module | None], builder: Any, guard: Guard) ->
         _Before(weakref.ref(cls), read, names)
         for cls, read, names in (*inherited(sources, scope), *unset(graph.guards, scope))
     ]
+    orders = [_Order(weakref.ref(value), tuple(value)) for _, value in ordered(graph.guards, scope)]
     variables = dict(environment()) if any(code.co_filename == _OF_OS for code in codes) else None
 
     def hold(_: Any) -> bool:
-        same = all(row.holds() for row in methods) and all(row.holds() for row in before)
+        same = all(row.holds() for row in methods) and all(row.holds() for row in (*before, *orders))
         return same and variables in (None, environment())
 
     builder.guard_manager.root.add_lambda_guard(hold, [_TOLD], guard.user_stack)
 
 
-_TOLD: Final = "a method or an attribute of a class, or os.environ, has changed"
+_TOLD: Final = "a method or an attribute of a class, the order of an OrderedDict, or os.environ, has changed"
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The keys of an ``OrderedDict``, in its order."""
+
+    held: weakref.ref[Any]
+    keys: tuple[Any, ...] = field(repr=False)
+
+    def holds(self) -> bool:
+        held = self.held()
+        return held is not None and tuple(held) == self.keys
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from fxround.capture.torch_private import is_backward, traced_from
 from fxround.graph.site import located
@@ -28,21 +29,36 @@ _IN_PLACE: Final = frozenset(
         *(operator.imod, operator.ipow, operator.imatmul),
     }
 )
+_UNTOLD: Final = (
+    "what is a constant of the derivative cannot be told from the graph. Call detach() on a result, at the level of "
+    "the model's code"
+)
 _DETACHED: Final = ("detach", "detach_", "_get_data_attr")
 
 
 def mark_constants(graph: fx.GraphModule, joint: fx.GraphModule) -> str:
     """Mark the nodes of AOTAutograd's graph whose values autograd took for constants.
 
-    graph: Dynamo's graph, of which the joint graph was traced. Returns why this cannot be told, with the place in the
-    model; an empty text if it can.
+    graph: Dynamo's graph, of which the joint graph was traced. Returns why its gradients cannot be differentiated
+    again, with the place in the model; an empty text if they can.
     """
     called = (node for node in graph.graph.nodes if node.op in ("call_method", "call_function"))
     constants = {node.name for node in called if _is_constant(node)}
     for node in joint.graph.nodes:
         if node.op == "call_function" and not is_backward(node) and traced_from(node) in constants:
             node.meta[CONSTANT] = True
-    return next(_doubts(graph, constants), "")
+    scaled = next((located(node) for node in graph.graph.nodes if _scales_by_counts(node)), None)
+    if scaled is not None:
+        return f"{scaled} has scale_grad_by_freq=True, with which PyTorch's second derivative is none of its gradient's"
+    doubt = next(_doubts(graph, constants), "")
+    return doubt and f"{doubt}: {_UNTOLD}"
+
+
+def _scales_by_counts(node: fx.Node) -> bool:
+    if node.target is not F.embedding:
+        return False
+    given = node.kwargs.get("scale_grad_by_freq", node.args[5] if len(node.args) > 5 else False)
+    return bool(given) and any(_flags(node))
 
 
 def _is_constant(node: fx.Node) -> bool:

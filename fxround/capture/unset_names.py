@@ -10,19 +10,23 @@ Where a property, an empty slot or the class's own ``__getattribute__`` raises A
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from types import FunctionType, MemberDescriptorType, ModuleType
+from functools import cache
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final
 
 from torch import nn
 
 from fxround.capture.attribute_reads import wrapped_reads
+from fxround.errors import CaptureError
 
 _MISSING: Final = object()
 _LOOKUP: Final = "__getattribute__"
+# Dynamo's method that answers hasattr, and getattr with a default.
+_ASKED: Final = "call_obj_hasattr"
 # Of a class whose attributes cannot be set: Py_TPFLAGS_IMMUTABLETYPE.
 _IMMUTABLE: Final = 1 << 8
 
@@ -72,7 +76,8 @@ def wrap_lookups(is_tracing: Callable[[], bool]) -> None:
     reader = "tp_getattro_impl" if hasattr(UserDefinedObjectVariable, "tp_getattro_impl") else "var_getattr"
     kinds = (UserDefinedObjectVariable, UserDefinedClassVariable)
     lookups = [(kind, reader, _looked_up(getattr(kind, reader), is_tracing)) for kind in kinds]
-    for owner, name, function in (*wrapped_reads(attribute_of), *lookups):
+    asked = [(kind, _ASKED, _has(vars(kind)[_ASKED], is_tracing)) for kind in _kinds_without_guards()]
+    for owner, name, function in (*wrapped_reads(attribute_of), *lookups, *asked):
         setattr(owner, name, function)
 
 
@@ -98,6 +103,26 @@ def _looked_up(lookup: Any, is_tracing: Callable[[], bool]) -> Any:
     return looked_up
 
 
+def _kinds_without_guards() -> Iterator[Any]:
+    """Yield Dynamo's variables of modules of Python, functions and partials, whose ``hasattr`` makes no guard."""
+    from torch._dynamo.variables import functions, misc
+
+    for module in (functions, misc):
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__ and _ASKED in vars(kind):
+                yield kind
+
+
+def _has(ask: Any, is_tracing: Callable[[], bool]) -> Any:
+    def has(self: Any, tx: Any, name: str) -> Any:
+        answer = ask(self, tx, name)
+        if is_tracing() and answer.is_python_constant() and not answer.as_python_constant():
+            _require_unset(self, tx, name)
+        return answer
+
+    return has
+
+
 def _require_unset(variable: Any, tx: Any, name: str) -> None:
     """Let the trace require that an object which exists before the call goes on to lack a name."""
     from torch._dynamo.guards import install_guard
@@ -118,16 +143,23 @@ def _called(method: FunctionType, variable: Any, tx: Any, name: str) -> Any:
 @cache
 def _guard_of(name: str) -> Any:
     """Return what makes the guard: one object for each name, by which Dynamo knows equal guards."""
-    return partial(_lacks, name=name)
+    return functools.partial(_lacks, name=name)
 
 
 def _lacks(builder: Any, guard: Any, name: str) -> None:
     """Let a guard require that an object lacks a name; ``classes_without`` has its classes."""
     holder, told = builder.get(guard), [f"{guard.name} has {name!r} now"]
+    if isinstance(holder, functools.partial) and hasattr(holder, name):
+        raise CaptureError(
+            f"the model reads the attribute {name!r} of {guard.name}, a functools.partial, of which a graph reads "
+            "func, args and keywords alone: keep the value in the model"
+        )
     if isinstance(holder, type) or not is_unset(holder, name):  # a property that raises: the trace has read its code
         return
     if isinstance(holder, ModuleType):
         builder.HASATTR(guard, attr=name)
+    elif isinstance(holder, MethodType):
+        builder.get_guard_manager(guard).add_lambda_guard(lambda held: not hasattr(held, name), told, guard.user_stack)
     elif isinstance(holder, dict):  # whose manager takes no such guard, or asks none of an empty dict
         code, scope = compile(guard.name, "<guard>", "eval"), builder.scope
         builder.guard_manager.root.add_lambda_guard(

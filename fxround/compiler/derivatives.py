@@ -124,10 +124,7 @@ class Derivatives:
     def _require(self) -> None:
         """Raise FxroundError for what makes a second derivative impossible."""
         if self.captured.once:
-            raise FxroundError(
-                f"{self.captured.once}: what is a constant of the derivative cannot be told from the graph, so that a "
-                "gradient cannot be differentiated again. Call detach() on a result, at the level of the model's code."
-            )
+            raise FxroundError(f"a gradient of this model cannot be differentiated again. {self.captured.once}.")
         if self.pipeline.policy.treats_gradients:
             raise FxroundError(
                 "a gradient that was rounded by a rule's gradient= cannot be differentiated again: use a policy whose "

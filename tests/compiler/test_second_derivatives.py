@@ -329,6 +329,16 @@ def test_a_constant_that_a_graph_does_not_show_is_refused() -> None:
         squares(compiled, model)
 
 
+def test_a_gradient_that_counts_its_rows_is_refused() -> None:
+    """PyTorch's second derivative leaves the counts out."""
+    table, rows = nn.Embedding(4, 3, scale_grad_by_freq=True), torch.tensor([0, 1, 1])
+    compiled = fxround.compile(table, "reproducible")
+    (g,) = torch.autograd.grad(compiled(rows).square().sum(), table.weight, create_graph=True)
+    assert torch.equal(g.detach()[:2], 2 * table.weight.detach()[:2])
+    with pytest.raises(FxroundError, match=r"embedding .* has scale_grad_by_freq=True"):
+        torch.autograd.grad(g.sum(), table.weight)
+
+
 def test_gradients_that_depend_on_nothing_cannot_be_differentiated_as_in_pytorch() -> None:
     model = Calling(lambda x, h: x * 3)
     for f in (model, fxround.compile(model, "reproducible")):
