@@ -62,7 +62,8 @@ def _watch(model: Callable[[], nn.Module | None], builder: Any, guard: Guard) ->
     variables = dict(environment()) if any(code.co_filename == _OF_OS for code in codes) else None
 
     def hold(_: Any) -> bool:
-        same = all(row.holds() for row in methods) and all(row.holds() for row in (*before, *orders))
+        same = all(row.holds() for row in methods) and all(row.holds() for row in before)
+        same = same and all(row.holds() for row in orders)
         return same and variables in (None, environment())
 
     builder.guard_manager.root.add_lambda_guard(hold, [_TOLD], guard.user_stack)

@@ -105,9 +105,10 @@ def _looked_up(lookup: Any, is_tracing: Callable[[], bool]) -> Any:
 
 def _kinds_without_guards() -> Iterator[Any]:
     """Yield Dynamo's variables of modules of Python, functions and partials, whose ``hasattr`` makes no guard."""
-    from torch._dynamo.variables import functions, misc
+    from torch._dynamo import variables
 
-    for module in (functions, misc):
+    of_torch: Any = variables
+    for module in (of_torch.functions, of_torch.misc):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__ and _ASKED in vars(kind):
                 yield kind
