@@ -8,9 +8,13 @@ has guards for both, which are added here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+# The methods of a dict whose result has the keys of two.
+_JOINS: Final = ("__or__", "__ror__", "__ior__", "update")
+# Dynamo's function for ``dict.fromkeys``.
+_FROM_KEYS: Final = "call_custom_dict_fromkeys"
 # Where Dynamo's variable of an object that is a dict, or shows one, has the variable of that dict, by version.
 _PARTS: Final = ("_base_vt", "_dict_vt", "dv_dict")
 
@@ -39,6 +43,32 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
             _require_keys(self, InstructionTranslator.current_tx())
         return constant(self)
 
+    def shown_as_text(show: Any) -> Any:
+        def shown(self: Any, tx: Any, *args: Any) -> Any:
+            if is_tracing():
+                _require_keys(self, tx)
+            return show(self, tx, *args)
+
+        return shown
+
+    def joined(call: Any) -> Any:
+        def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            if is_tracing() and name in _JOINS:
+                for each in (self, *args):
+                    _require_keys(each.realize(), tx)
+            return call(self, tx, name, args, kwargs)
+
+        return called
+
+    def from_keys(make: Any) -> Any:
+        def made_of(tx: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_tracing():
+                for each in args[:1]:
+                    _require_keys(each.realize(), tx)
+            return make(tx, kind, *args, **kwargs)
+
+        return staticmethod(made_of)
+
     def unpacking(call: Any) -> Any:
         def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
             if is_tracing():
@@ -49,16 +79,31 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
         return called
 
     of_torch: Any = variables
-    made = (of_torch.ListVariable, of_torch.DequeVariable, of_torch.SetVariable, *of_torch.SetVariable.__subclasses__())
+    sets = (of_torch.SetVariable, *of_torch.SetVariable.__subclasses__())
+    made: tuple[Any, ...] = (of_torch.ListVariable, of_torch.lists.DequeVariable, *sets)
     kinds = {base for kind in made for base in kind.__mro__}
     owners: list[Any] = [kind for kind in kinds - {VariableTracker, ConstDictVariable} if "call_method" in vars(kind)]
+    # Since torch 2.14 they inherit the method of all variables.
+    owners.extend(kind for kind in made if not any(base in owners for base in kind.__mro__))
+    # Since torch 2.14 there is one, for ``str`` and ``repr``.
+    texts = [name for name in ("tp_repr_impl",) if name in vars(ConstDictVariable)]
     replaced: list[tuple[Any, str, Any]] = [
         (ConstDictVariable, "getitem_const_raise_exception_if_absent", item_of),
         (ConstDictVariable, "as_python_constant", constant_of),
+        (ConstDictVariable, "call_method", joined(ConstDictVariable.call_method)),
+        *((kind, _FROM_KEYS, from_keys(getattr(kind, _FROM_KEYS))) for kind in _makers(of_torch.builtin)),
+        *((ConstDictVariable, name, shown_as_text(vars(ConstDictVariable)[name])) for name in texts),
         *((kind, "call_method", unpacking(kind.call_method)) for kind in owners),
     ]
     for owner, name, function in replaced:
         setattr(owner, name, function)
+
+
+def _makers(module: Any) -> Iterator[Any]:
+    """Yield the class in a module that makes dicts of keys, which differs between versions of PyTorch."""
+    for kind in vars(module).values():
+        if isinstance(kind, type) and _FROM_KEYS in vars(kind):
+            yield kind
 
 
 def _require_keys(variable: Any, tx: Any) -> None:

@@ -108,7 +108,8 @@ def _kinds_without_guards() -> Iterator[Any]:
     from torch._dynamo import variables
 
     of_torch: Any = variables
-    for module in (of_torch.functions, of_torch.misc):
+    # Since torch 2.14 that of all variables is the one of modules of Python.
+    for module in (of_torch.functions, of_torch.misc, of_torch.base):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__ and _ASKED in vars(kind):
                 yield kind
@@ -134,11 +135,16 @@ def _require_unset(variable: Any, tx: Any, name: str) -> None:
 
 def _called(method: FunctionType, variable: Any, tx: Any, name: str) -> Any:
     """Return what ``__getattr__`` or ``__getattribute__`` returns in a trace."""
+    from torch._dynamo import variables
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import ConstantVariable, UserMethodVariable
 
+    of_torch: Any = variables
     source = variable.source and AttrSource(variable.source, method.__name__)
-    return UserMethodVariable(method, variable, source=source).call_function(tx, [ConstantVariable.create(name)], {})
+    # Since torch 2.15 it takes a variable of the function.
+    takes_variable = "im_func" in inspect.signature(UserMethodVariable.__init__).parameters
+    function = of_torch.UserFunctionVariable(method) if takes_variable else method
+    return UserMethodVariable(function, variable, source=source).call_function(tx, [ConstantVariable.create(name)], {})
 
 
 @cache
@@ -157,9 +163,7 @@ def _lacks(builder: Any, guard: Any, name: str) -> None:
         )
     if isinstance(holder, type) or not is_unset(holder, name):  # a property that raises: the trace has read its code
         return
-    if isinstance(holder, ModuleType):
-        builder.HASATTR(guard, attr=name)
-    elif isinstance(holder, MethodType):
+    if isinstance(holder, ModuleType | MethodType):
         builder.get_guard_manager(guard).add_lambda_guard(lambda held: not hasattr(held, name), told, guard.user_stack)
     elif isinstance(holder, dict):  # whose manager takes no such guard, or asks none of an empty dict
         code, scope = compile(guard.name, "<guard>", "eval"), builder.scope

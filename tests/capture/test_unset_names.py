@@ -18,6 +18,10 @@ from torch import Tensor, nn
 import fxround
 
 X = torch.arange(1.0, 4.0)
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+# Before torch 2.13, Dynamo refuses [*held] of an object that is no dict.
+UNPACKS = VERSION >= (2, 13)
+serving = pytest.mark.skipif(VERSION < (2, 12), reason="Dynamo refuses some of these reads before torch 2.12")
 Use = Callable[[Any, Tensor], Tensor]
 
 
@@ -129,6 +133,7 @@ def _unset(owner: Any) -> None:
     vars(owner).pop("factor") if isinstance(owner, nn.Module) else delattr(owner, "factor")
 
 
+@serving
 def test_a_name_that_was_served_may_be_set_later() -> None:
     model = Reading([make() for make, _ in SERVED.values()], [served])
     compiled: Any = fxround.compile(model, "reproducible")
@@ -195,6 +200,7 @@ LACKING: dict[str, Callable[[], Any]] = {
 }
 
 
+@serving
 @pytest.mark.parametrize("counting", [False, True], ids=["captured", "replayed"])
 def test_what_python_serves_or_denies_a_graph_serves_or_denies(counting: bool) -> None:
     """Also where a descriptor or ``__getattribute__`` raises AttributeError."""
@@ -290,6 +296,8 @@ def test_a_key_that_was_not_found_may_appear() -> None:
     helds = [make(items) for make in kinds for items in ({"u": 2}, {}) for _ in USES_OF_W]
     uses = USES_OF_W * (2 * len(kinds))
     cases = [(held, use) for held, use in zip(helds, uses, strict=True) if _finds(held, use)]
+    if not UNPACKS:
+        cases = [(held, use) for held, use in cases if use is not _spread or isinstance(held, dict)]
 
     def use(held: Any, x: Tensor) -> Tensor:
         for each, read in held:
