@@ -3,7 +3,7 @@
 PyTorch makes either none of them symbols or all. A symbol for each number that never changes, such as the number of
 heads of a layer, makes sizes of the graph products and quotients of symbols, which takes several times as long to
 trace. Here a number is a symbol if a method of a module stores an attribute of its name (a counter), or once it has
-another value than in the first trace that read it.
+another value than in the first trace that read it, unless the model cannot be traced then (``x ** self.k``).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class CountingNumbers:
         self._stored = {name for kind in kinds - {nn.Module} for name in _stored_by(kind)}
         # By the source of a number: its value in the first trace, None once it was another one.
         self._first: dict[str, int | None] = {}
+        self._settled = False
 
     def is_symbol(self, source: Any, value: int) -> bool:
         """Whether the number that Dynamo reads from a source is a symbol."""
@@ -36,7 +37,16 @@ class CountingNumbers:
         name = source.name() if callable(source.name) else source.name
         if self._first.setdefault(name, value) != value:
             self._first[name] = None
-        return self._first[name] is None
+        return self._first[name] is None and not self._settled
+
+    def may_settle(self) -> bool:
+        """Whether a number that no method stores is a symbol."""
+        return not self._settled and None in self._first.values()
+
+    def settle(self) -> bool:
+        """Take the numbers that no method stores for constants from now on. Returns whether one was a symbol."""
+        settles, self._settled = self.may_settle(), True
+        return settles
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

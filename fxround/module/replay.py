@@ -78,23 +78,33 @@ class Replay:
         """Return the model's result and apply its changes of Python state. Raises CaptureError if no graph has run."""
         model, thread = self.living.source, self._thread
         thread.ran, thread.began = False, time.perf_counter()
-        try:
-            result = self._called(args, kwargs)
-        except CaptureError as error:
-            if thread.ran or not self._symbolic:
-                raise
-            # Some models cannot be traced with symbolic sizes, and can with numbers.
-            self._symbolic = False
-            try:
-                result = self._called(args, kwargs)
-            except CaptureError:
-                raise error from error.__cause__
+        result = self._attempted(args, kwargs)
         if not thread.ran:
             raise CaptureError(
                 f"{type(model).__name__} changes Python state, which needs torch.compile: it is switched off "
                 "(TORCH_COMPILE_DISABLE, torch.compiler.set_stance), or the call computes no tensor."
             )
         return result
+
+    def _attempted(self, args: Any, kwargs: Any) -> Any:
+        """Return the result of the first call that is not refused: some models cannot be traced with symbols."""
+        try:
+            return self._called(args, kwargs)
+        except CaptureError as error:
+            first = error
+        while not self._thread.ran and self._has_fewer_symbols():
+            try:
+                return self._called(args, kwargs)
+            except CaptureError:
+                continue
+        raise first from first.__cause__
+
+    def _has_fewer_symbols(self) -> bool:
+        """Take numbers of modules that have changed for constants, then sizes too. False if all are constants."""
+        if self._numbers.settle():
+            return True
+        before, self._symbolic = self._symbolic, False
+        return before
 
     def _called(self, args: Any, kwargs: Any) -> Any:
         model = self.living.source
@@ -106,6 +116,10 @@ class Replay:
                 if isinstance(error, IndexError):  # a cache or a table of positions that is too short
                     error.add_note(f"{type(model).__name__} was called with {called_with(args, kwargs)}")
                 raise
+
+    def may_settle(self) -> bool:
+        """Whether a number that is a symbol now may be a constant."""
+        return self._numbers.may_settle()
 
     def prepare(self, args: Any, kwargs: Any) -> None:
         """Capture and lower for these arguments, without running or changing anything."""
@@ -156,6 +170,8 @@ def _backend(replay: weakref.ref[Replay]) -> Callable[..., Any]:
         try:
             number = living().receive(graph, inputs)
         except (FxroundError, TypeError, ValueError) as error:
+            if living().may_settle():
+                raise  # nothing of this trace stays, so that there may be another one
             refusal = error  # raised where the graph would run: Dynamo would wrap it in an error of its own
 
             def refuse(*inputs: Any) -> Any:

@@ -341,6 +341,15 @@ def test_only_numbers_that_change_are_symbols() -> None:
     assert [(row["arguments"], row["conditions"]) for row in compiled.captures()] == [("float32[a, 3]", "")] * 2
 
 
+def test_a_number_that_cannot_be_a_symbol_makes_a_graph_for_each_value() -> None:
+    model, x = Stepping(lambda y, step: y.abs() ** model.power * step).eval(), torch.randn(4, 3)
+    model.power, compiled = 2, fxround.compile(model, ROUNDED)
+    for power, graphs in ((2, 1), (3, 2), (2, 2), (0, 3)):
+        model.power, step = power, model.step + 1
+        expected = fxround.compile(lambda x: model.fc(x).abs() ** power * step, ROUNDED)(x)  # noqa: B023
+        assert torch.equal(compiled(x), expected) and len(compiled.captures()) == graphs, power
+
+
 def test_a_counter_of_calls_in_training() -> None:
     model, x = Stepping(lambda y, step: y * 0.5**step), torch.randn(2, 3)
     compiled = fxround.compile(model, "bfloat16")
