@@ -46,15 +46,15 @@ def main() -> None:
     loads = [os.getloadavg()[0]]
     for named in importlib.import_module(f"benchmarks.published.{chosen.name}").tables(*asked):
         loads.append(os.getloadavg()[0])
-        for found in named.values():
-            print(table(found["columns"], found["rows"]), flush=True)
+        for page in named.values():
+            print(table(page["columns"], page["rows"]), flush=True)
         if chosen.write:
             said = f" --seeds {chosen.seeds}" if seeded else ""
             threads = ", one thread" if chosen.name != "repdl" else ""
             conditions = conditions_of(f"{chosen.name}{said}", f"{machine()}{threads}", loads)
             path = RESULTS / f"published_{chosen.name}.json"
             held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            held |= {name: {**conditions, **found} for name, found in named.items()}
+            held |= {name: {**conditions, **page} for name, page in named.items()}
             path.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 

@@ -85,8 +85,8 @@ def segmentation(seed: int, count: int = 1000, epochs: int = 4) -> Study:
             optimizer.step()
 
     def dice(logits: Tensor) -> float:
-        found = (logits > 0).double()
-        return float(2 * (found * asked).sum() / (found.sum() + asked.sum()))
+        predicted = (logits > 0).double()
+        return float(2 * (predicted * asked).sum() / (predicted.sum() + asked.sum()))
 
     return model.eval(), tested.images, "Dice", dice
 

@@ -54,7 +54,7 @@ DETECTED: Final[Mapping[str, tuple[float, ...]]] = {
 }
 SCENES: Final = 3000
 EPOCHS: Final = 8
-Found = dict[tuple[str, str, str], list[float]]
+Scores = dict[tuple[str, str, str], list[float]]
 
 
 def fused(model: nn.Module) -> nn.Module:
@@ -136,7 +136,7 @@ STUDIES: Final[Mapping[str, Study]] = {
 def tables(seeds: int = 5, models: Iterable[str] = tuple(STUDIES)) -> Iterator[dict[str, Any]]:
     """Compare the policies on the models of each seed, and yield a model's table after each."""
     for model in models:
-        study, found, unrounded = STUDIES[model], Found(), list[float]()
+        study, scores, unrounded = STUDIES[model], Scores(), list[float]()
         data = study.data()
         for seed in range(seeds):
             named = policies(study.published)
@@ -147,16 +147,16 @@ def tables(seeds: int = 5, models: Iterable[str] = tuple(STUDIES)) -> Iterator[d
                 if row.error:
                     raise RuntimeError(f"{row.name}: {row.error}")
                 scope, form, mode = row.name.split("; ")
-                found.setdefault((scope, form, mode), []).append(row.metrics[0].mean)
-            yield {f"published-pychop-{model}": _table(study, found, unrounded)}
+                scores.setdefault((scope, form, mode), []).append(row.metrics[0].mean)
+            yield {f"published-pychop-{model}": _table(study, scores, unrounded)}
 
 
-def _table(study: Study, found: Found, unrounded: list[float]) -> dict[str, Any]:
+def _table(study: Study, scores: Scores, unrounded: list[float]) -> dict[str, Any]:
     """Return a row for each format and scope, with the means over seeds, and one with the published figures."""
     rows = [["binary32, unrounded", study.shown(statistics.fmean(unrounded)), *[""] * (len(MODES) - 1)]]
     for form, theirs in study.published.items():
         for scope in SCOPES:
-            means = [study.shown(statistics.fmean(found[scope, form, mode])) for mode in MODES]
+            means = [study.shown(statistics.fmean(scores[scope, form, mode])) for mode in MODES]
             rows.append([f"{form}, {scope}", *means])
         rows.append([f"{form}, published", *(f"{value:.{1 if max(theirs) > 1 else 3}f}" for value in theirs)])
     return {"columns": [study.title, *MODES], "numbers": list(range(1, len(MODES) + 1)), "rows": rows}

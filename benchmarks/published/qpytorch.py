@@ -150,8 +150,8 @@ def tables(seeds: int = 5) -> Iterator[dict[str, Any]]:
 def rows(errors: Mapping[str, list[float]]) -> list[list[str]]:
     """Return the rows of the table."""
     made = []
-    for name, found in errors.items():
-        half = student_half_width(found)
-        mean = f"{statistics.fmean(found):.2f}" + ("" if half is None else f" ± {half:.2f}")
-        made.append([name, mean, ", ".join(f"{e:.1f}" for e in found), PUBLISHED.get(name, "")])
+    for name, values in errors.items():
+        half = student_half_width(values)
+        mean = f"{statistics.fmean(values):.2f}" + ("" if half is None else f" ± {half:.2f}")
+        made.append([name, mean, ", ".join(f"{e:.1f}" for e in values), PUBLISHED.get(name, "")])
     return made

@@ -71,7 +71,7 @@ def read_idx(path: Path) -> Tensor:
 def mnist(folder: Path) -> Images:
     """Return MNIST's images (N, 1, 28, 28) in 0..1 and labels. Raises FileNotFoundError for a missing file."""
 
-    def found(name: str) -> Tensor:
+    def read(name: str) -> Tensor:
         files = [p for end in ("", ".gz") for p in sorted(folder.rglob(name + end))]
         if not files:
             raise FileNotFoundError(f"{folder} has no file {name} or {name}.gz")
@@ -79,7 +79,7 @@ def mnist(folder: Path) -> Images:
 
     sets = []
     for part in ("train", "t10k"):
-        images, labels = found(f"{part}-images-idx3-ubyte"), found(f"{part}-labels-idx1-ubyte")
+        images, labels = read(f"{part}-images-idx3-ubyte"), read(f"{part}-labels-idx1-ubyte")
         sets.append(TensorDataset(images[:, None].float().div(255), labels.long()))
     return sets[0], sets[1]
 

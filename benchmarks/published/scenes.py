@@ -92,12 +92,12 @@ def loss_of(cells: Tensor, objects: Tensor) -> Tensor:
     column, row = x.long().clamp(max=CELLS - 1), y.long().clamp(max=CELLS - 1)
     wanted = torch.zeros(cells[:, 0].shape)
     wanted[scene, row, column] = 1
-    found = cells[scene, :, row, column]
+    cell = cells[scene, :, row, column]
     boxes = torch.stack([x - column, y - row, width / LARGEST, height / LARGEST], 1)
-    place = F.mse_loss(found[:, 1:5].sigmoid(), boxes)
+    place = F.mse_loss(cell[:, 1:5].sigmoid(), boxes)
     return (
         10 * F.binary_cross_entropy_with_logits(cells[:, 0], wanted)
-        + F.cross_entropy(found[:, 5:], kind.long())
+        + F.cross_entropy(cell[:, 5:], kind.long())
         + 10 * place
     )
 
@@ -155,9 +155,9 @@ def mean_average_precision(cells: Tensor, objects: Tensor) -> float:
 
     Precision is the largest at this recall or a larger one, at every recall that is reached (COCO takes 101 of them).
     """
-    found = [kept(boxes) for boxes in boxes_of(cells)]
-    scene = torch.cat([torch.full((len(boxes),), i) for i, boxes in enumerate(found)])
-    boxes = torch.cat(found)
+    kept_boxes = [kept(boxes) for boxes in boxes_of(cells)]
+    scene = torch.cat([torch.full((len(boxes),), i) for i, boxes in enumerate(kept_boxes)])
+    boxes = torch.cat(kept_boxes)
     areas = []
     for kind in sorted({int(k) for k in objects[..., 4].flatten().tolist() if k >= 0}):
         matches = _matches(boxes, scene, objects.double(), kind)

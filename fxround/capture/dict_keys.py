@@ -8,7 +8,7 @@ has guards for both, which are added here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 # The methods of a dict whose result has the keys of two.
@@ -43,40 +43,23 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
             _require_keys(self, InstructionTranslator.current_tx())
         return constant(self)
 
-    def shown_as_text(show: Any) -> Any:
-        def shown(self: Any, tx: Any, *args: Any) -> Any:
+    def requiring(call: Any, dicts_of: Callable[..., Iterable[Any]]) -> Any:
+        """Return a method of a variable that requires, before it calls, the keys of dicts among its arguments."""
+
+        def required(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             if is_tracing():
-                _require_keys(self, tx)
-            return show(self, tx, *args)
-
-        return shown
-
-    def joined(call: Any) -> Any:
-        def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if is_tracing() and name in _JOINS:
-                for each in (self, *args):
+                for each in dicts_of(self, *args):
                     _require_keys(each.realize(), tx)
-            return call(self, tx, name, args, kwargs)
+            return call(self, tx, *args, **kwargs)
 
-        return called
+        return required
 
     def from_keys(make: Any) -> Any:
-        def made_of(tx: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_tracing():
-                for each in args[:1]:
-                    _require_keys(each.realize(), tx)
-            return make(tx, kind, *args, **kwargs)
+        made = requiring(lambda kind, tx, *args, **kwargs: make(tx, kind, *args, **kwargs), lambda _, *given: given[:1])
+        return staticmethod(lambda tx, kind, *args, **kwargs: made(kind, tx, *args, **kwargs))
 
-        return staticmethod(made_of)
-
-    def unpacking(call: Any) -> Any:
-        def called(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if is_tracing():
-                for each in args:
-                    _require_keys(each.realize(), tx)
-            return call(self, tx, name, args, kwargs)
-
-        return called
+    def joined(self: Any, name: str, args: Any, *_: Any) -> Any:
+        return (self, *args) if name in _JOINS else ()
 
     of_torch: Any = variables
     sets = (of_torch.SetVariable, *of_torch.SetVariable.__subclasses__())
@@ -90,10 +73,10 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (ConstDictVariable, "getitem_const_raise_exception_if_absent", item_of),
         (ConstDictVariable, "as_python_constant", constant_of),
-        (ConstDictVariable, "call_method", joined(ConstDictVariable.call_method)),
+        (ConstDictVariable, "call_method", requiring(ConstDictVariable.call_method, joined)),
         *((kind, _FROM_KEYS, from_keys(getattr(kind, _FROM_KEYS))) for kind in _makers(of_torch.builtin)),
-        *((ConstDictVariable, name, shown_as_text(vars(ConstDictVariable)[name])) for name in texts),
-        *((kind, "call_method", unpacking(kind.call_method)) for kind in owners),
+        *((ConstDictVariable, name, requiring(vars(ConstDictVariable)[name], lambda self: [self])) for name in texts),
+        *((kind, "call_method", requiring(kind.call_method, lambda self, name, args, *_: args)) for kind in owners),
     ]
     for owner, name, function in replaced:
         setattr(owner, name, function)

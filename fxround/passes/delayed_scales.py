@@ -43,7 +43,7 @@ class DelayedScales:
 
     def __init__(self, graph: fx.GraphModule) -> None:
         self.graph = graph
-        self._found: dict[tuple[fx.Node, ScaledRounding], fx.Node] = {}
+        self._multipliers: dict[tuple[fx.Node, ScaledRounding], fx.Node] = {}
         self._names: Counter[str] = Counter()
         placeholders = graph.graph.find_nodes(op="placeholder")
         self._trains = any(node.meta[PORT].kind == "tangent" for node in placeholders)
@@ -51,12 +51,12 @@ class DelayedScales:
     def multiplier(self, source: fx.Node, place: Site, rounding: ScaledRounding, near: fx.Node) -> fx.Node:
         """Return the placeholder of the multiplier of a value, which ``near`` reads; place: as ``near``'s operand."""
         key = source, rounding
-        if key not in self._found:
+        if key not in self._multipliers:
             name = numbered(self._names, place.path, place.role)
-            self._found[key] = self.entering(source, name, rounding)
+            self._multipliers[key] = self.entering(source, name, rounding)
             if self._trains:
                 self._return_magnitude(source, name, near)
-        return self._found[key]
+        return self._multipliers[key]
 
     def entering(
         self, source: fx.Node, name: str, rounding: ScaledRounding, shape: tuple[int, ...] | None = None

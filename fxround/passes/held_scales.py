@@ -56,7 +56,8 @@ class Layout:
         moved = operand
         while (before := moved_by(moved)) is not None:
             if moved.target is _ATEN.permute.default:
-                moves.append(tuple(moved.args[1]))  # type: ignore[arg-type]
+                dims: Any = moved.args[1]
+                moves.append(tuple(dims))
             elif moved.target not in _COPIES:
                 moves.append(moved.meta["val"].dim())
             moved = before
@@ -88,15 +89,15 @@ class HeldNames:
     """The names of held scales in the order of a graph: one for each layout of a value."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[fx.Node, Layout], str] = {}
+        self._named: dict[tuple[fx.Node, Layout], str] = {}
         self._names: Counter[str] = Counter()
 
     def name(self, source: fx.Node, layout: Layout, path: str, role: str) -> str:
         """Return the name of a value's scales. path, role: of the product that reads it, and of the value."""
         key = source, layout
-        if key not in self._found:
-            self._found[key] = numbered(self._names, path, role)
-        return self._found[key]
+        if key not in self._named:
+            self._named[key] = numbered(self._names, path, role)
+        return self._named[key]
 
 
 # Returns an operand rounded before a product, with a stream of the layout and the placeholder of its scales.

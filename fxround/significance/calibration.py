@@ -97,9 +97,9 @@ def calibrate(
             ranges.setdefault(operand, Range()).add(batch)
         _require_ranges(ranges, element)
         _warn_of_values(ranges, unreached(model, compiled._captures))
-        scales = {operand: scales_of(found.most, element.maximum) for operand, found in ranges.items()}
+        scales = {operand: scales_of(values.most, element.maximum) for operand, values in ranges.items()}
         if how != "largest":
-            choosers = {operand: _chooser(how, found, element, percentile) for operand, found in ranges.items()}
+            choosers = {operand: _chooser(how, values, element, percentile) for operand, values in ranges.items()}
             for operand, batch in observed(compiled, batches, tick, block):
                 choosers[operand].add(batch.rows)
             scales = {operand: chooser.scales() for operand, chooser in choosers.items()}
@@ -153,30 +153,30 @@ def _require_how(how: str, percentile: float, levels: int, format: Any) -> None:
         raise ValueError(f"KL divergence chooses one scale for int2 to int8, got {shown(format)}; use how='mse'")
 
 
-def _chooser(how: How, found: Range, element: Format, percentile: float) -> Chooser:
+def _chooser(how: How, values: Range, element: Format, percentile: float) -> Chooser:
     if how == "percentile":
-        return Percentile(percentile, found.counts, element.maximum)
+        return Percentile(percentile, values.counts, element.maximum)
     if how == "mse":
-        return LeastSquares(found.most, ScaledRounding.parse(f"scaled({element};fixed)/nearest_even/saturate"))
-    return Divergence(found.most.double(), element.maximum)
+        return LeastSquares(values.most, ScaledRounding.parse(f"scaled({element};fixed)/nearest_even/saturate"))
+    return Divergence(values.most.double(), element.maximum)
 
 
 def _require_ranges(ranges: Mapping[Operand, Range], element: Format) -> None:
     """Raise ValueError without products, and for operands of which no scale can be made."""
     if not ranges:
         raise ValueError("the model has no products of matrices and no convolutions: there is nothing to calibrate")
-    for operand, found in ranges.items():
-        if found.others and not found.counts.any():
+    for operand, values in ranges.items():
+        if values.others and not values.counts.any():
             raise ValueError(f"{operand} has NaNs and infinities alone, of which no scale can be made: check the data")
-        if found.zeros and not element.zero:
+        if values.zeros and not element.zero:
             raise ValueError(f"{operand} has zeros, and {element} cannot hold zero; choose a format with a zero")
 
 
 def _warn_of_values(ranges: Mapping[Operand, Range], lost: list[str]) -> None:
     """Give a warning for operands that are not finite in part, and for weights that no call reads."""
-    for operand, found in ranges.items():
-        if found.others:
-            warnings.warn(f"{operand} has {found.others} NaNs or infinities: its scale leaves them out", stacklevel=3)
+    for operand, values in ranges.items():
+        if values.others:
+            warnings.warn(f"{operand} has {values.others} NaNs or infinities: its scale leaves them out", stacklevel=3)
     if lost:
         warnings.warn(
             f"the inputs never reach {', '.join(lost)}: the policy has no scales for them, and leaves them unrounded",

@@ -53,7 +53,8 @@ def _through(node: fx.Node, axis: int, size: int) -> Absorbed | None:
     if target in _COPIES or target in _HOMOGENEOUS:
         return _read(args[0], axis, size, node)
     if target in _RESHAPES:
-        before = args[0].meta["val"]  # type: ignore[union-attr]
+        operand: Any = args[0]
+        before = operand.meta["val"]
         is_vector = before.dim() == 1 and _has_size(before, 0, size)
         return _read(args[0], -1, size, node) if axis == -1 or is_vector else None
     if target is _ATEN.permute.default:
@@ -61,8 +62,9 @@ def _through(node: fx.Node, axis: int, size: int) -> Absorbed | None:
         return _read(args[0], dims[axis] % len(dims) - len(dims), size, node)
     if target in (_ATEN.add.Tensor, _ATEN.sub.Tensor):
         first, second = (_read(arg, axis, size, node) for arg in args[:2])
-        apart = first is not None and second is not None and not first.keys() & second.keys()
-        return {**first, **second} if apart else None  # type: ignore[dict-item]
+        if first is None or second is None or first.keys() & second.keys():
+            return None
+        return {**first, **second}
     if target is _ATEN.mul.Tensor:
         second = _read(args[1], axis, size, node)
         return _read(args[0], axis, size, node) if second is None else second

@@ -142,7 +142,7 @@ _PRODUCT: Final = "t0 = mul(x0, x1) @ R"
 def _run(text: str, dtype: torch.dtype, *operands: Tensor) -> Tensor:
     """Return the result of a program in float64, of which numbers of a narrower format are a part."""
     texts = {"W": "binary64/nearest_even/inf", "R": f"{FORMAT_OF[dtype]}/nearest_even/inf"}
-    program = Program.parse(re.sub(r"\b[WR]\b", lambda found: texts[found[0]], text))
+    program = Program.parse(re.sub(r"\b[WR]\b", lambda letter: texts[letter[0]], text))
     return run_map(program, operands, torch.float64, Draw())
 
 
@@ -165,12 +165,12 @@ def _layer_before(graph: fx.GraphModule, modules: Mapping[str, nn.Module], path:
     if others or sum(1 for mean in means for _ in readers_of(mean)) != 1:
         raise _Kept("it is called twice, or reads several values")
     before = place.path if place is not None else ""
-    layer = modules.get(before)
+    layer: Any = modules.get(before)
     if value.op != "call_function" or type(layer) not in _LAYERS:
         raise _Kept("no convolution or linear layer is directly before it")
     if isinstance(layer, nn.Linear) and value.meta["val"].dim() != 2:
         raise _Kept(f"its channels are not those of {before}, whose result has more than two dimensions")
-    if layer.weight.dtype not in (norm.running_mean.dtype, value.meta["val"].dtype):  # type: ignore[union-attr]
+    if layer.weight.dtype not in (norm.running_mean.dtype, value.meta["val"].dtype):
         raise _Kept(f"it has another dtype than {before}")
     _require_own(modules, before)
     own = _nodes_of(graph, before)
