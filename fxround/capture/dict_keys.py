@@ -8,11 +8,14 @@ has guards for both, which are added here.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 # The methods of a dict whose result has the keys of two.
 _JOINS: Final = ("__or__", "__ror__", "__ior__", "update")
+# Dynamo's methods for ``repr`` of an object, by version.
+REPR_METHODS: Final = ("repr_impl", "tp_repr_impl")
 # Dynamo's function for ``dict.fromkeys``.
 _FROM_KEYS: Final = "call_custom_dict_fromkeys"
 # Where Dynamo's variable of an object that is a dict, or shows one, has the variable of that dict, by version.
@@ -39,9 +42,11 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
             raise
 
     def constant_of(self: Any) -> Any:
-        if is_tracing():
-            _require_keys(self, InstructionTranslator.current_tx())
-        return constant(self)
+        if not is_tracing():
+            return constant(self)
+        _require_keys(self, InstructionTranslator.current_tx())
+        # Before torch 2.12 it is a dict, whose text is another.
+        return OrderedDict(constant(self)) if self.user_cls is OrderedDict else constant(self)
 
     def requiring(call: Any, dicts_of: Callable[..., Iterable[Any]]) -> Any:
         """Return a method of a variable that requires, before it calls, the keys of dicts among its arguments."""
@@ -68,18 +73,24 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
     owners: list[Any] = [kind for kind in kinds - {VariableTracker, ConstDictVariable} if "call_method" in vars(kind)]
     # Since torch 2.14 they inherit the method of all variables.
     owners.extend(kind for kind in made if not any(base in owners for base in kind.__mro__))
-    # Since torch 2.14 there is one, for ``str`` and ``repr``.
-    texts = [name for name in ("tp_repr_impl",) if name in vars(ConstDictVariable)]
+    texts = [(kind, name) for kind in all_kinds(VariableTracker) for name in REPR_METHODS if name in vars(kind)]
     replaced: list[tuple[Any, str, Any]] = [
         (ConstDictVariable, "getitem_const_raise_exception_if_absent", item_of),
         (ConstDictVariable, "as_python_constant", constant_of),
         (ConstDictVariable, "call_method", requiring(ConstDictVariable.call_method, joined)),
         *((kind, _FROM_KEYS, from_keys(getattr(kind, _FROM_KEYS))) for kind in _makers(of_torch.builtin)),
-        *((ConstDictVariable, name, requiring(vars(ConstDictVariable)[name], lambda self: [self])) for name in texts),
+        *((kind, name, requiring(vars(kind)[name], lambda self: [self])) for kind, name in texts),
         *((kind, "call_method", requiring(kind.call_method, lambda self, name, args, *_: args)) for kind in owners),
     ]
     for owner, name, function in replaced:
         setattr(owner, name, function)
+
+
+def all_kinds(kind: type) -> Iterator[type]:
+    """Yield a class and all classes that derive from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from all_kinds(derived)
 
 
 def _makers(module: Any) -> Iterator[Any]:

@@ -1,8 +1,9 @@
 """What Dynamo computes otherwise than Python, in a trace for fxround: refused, or put right.
 
 A full ``deque`` loses its ``maxlen`` and grows; ``OrderedDict.move_to_end`` is not applied to an object that exists; a
-generator of ``random`` that exists gives the same number in every call; and a call of ``random.uniform`` is evaluated
-while it is traced, which moves Python's generator. What needs a guard is in ``unset_names`` and ``dict_keys``. The
+generator of ``random`` that exists gives the same number in every call; a call of ``random.uniform`` is evaluated
+while it is traced, which moves Python's generator; ``f(*range(n))`` calls f with 0, n and 1; and the text of an object
+with a ``__repr__`` and no ``__str__`` is a constant. What needs a guard is in ``unset_names`` and ``dict_keys``. The
 methods of Dynamo are wrapped once and for good, before anything else replaces them for a trace, and do what they did in
 every other trace.
 """
@@ -11,16 +12,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dis
 import random
 import threading
 from collections.abc import Iterator
 from functools import cache
+from types import FunctionType
 from typing import Any, Final, NoReturn
 
-from fxround.capture.dict_keys import wrap_dicts
+from fxround.capture.dict_keys import REPR_METHODS, all_kinds, wrap_dicts
 from fxround.capture.unset_names import wrap_lookups
 
 _GROWING: Final = ("append", "appendleft", "extend", "extendleft", "insert", "__iadd__")
+# The instruction of a call ``f(*args, **kwargs)``.
+_SPREAD: Final = dis.opmap["CALL_FUNCTION_EX"]
 
 
 class _Thread(threading.local):
@@ -55,13 +60,17 @@ def unmoved_generator() -> Iterator[None]:
 
 @cache
 def _wrap() -> None:
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables import dicts, misc, user_defined
     from torch._dynamo.variables.builder import VariableBuilder
+    from torch._dynamo.variables.builtin import BuiltinVariable
     from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.lists import DequeVariable
+    from torch._dynamo.variables.lists import DequeVariable, RangeVariable, TupleVariable
     from torch._dynamo.variables.misc import RandomVariable
 
     build, draw = VariableBuilder.__call__, user_defined.call_random_fn
+    text, show, hash_of = (getattr(BuiltinVariable, name, None) for name in ("call_str", "call_repr", "call_hash"))
     of_deque, of_generator = DequeVariable.call_method, RandomVariable.call_method
 
     def built(self: Any, value: Any) -> Any:
@@ -103,7 +112,42 @@ def _wrap() -> None:
             )
         return of_generator(self, tx, name, args, kwargs)
 
+    def text_of(self: Any, tx: Any, arg: Any) -> Any:
+        """Trace the ``__repr__`` that ``object.__str__`` calls, whose text Dynamo takes for a constant."""
+        is_object = isinstance(arg, user_defined.UserDefinedObjectVariable)
+        if _THREAD.traces and is_object and type(arg.value).__str__ is object.__str__:
+            return self.call_repr(tx, arg)
+        return text(self, tx, arg)
+
+    def shown(self: Any, tx: Any, arg: Any) -> Any:
+        kind = getattr(arg, "user_cls", None)
+        if not _THREAD.traces or not isinstance(arg, dicts.ConstDictVariable | dicts.DictViewVariable):
+            return show(self, tx, arg)
+        if kind is not dict and kind is not collections.OrderedDict:
+            _refuse("repr", "Dynamo writes another text of a set or of a view", "pass sorted(...) of it")
+        return ConstantVariable.create(repr(arg.as_python_constant()))
+
+    def hashed(self: Any, tx: Any, arg: Any) -> Any:
+        """Require the object whose hash its class computes in C, from what no guard knows."""
+        is_object = isinstance(arg, user_defined.UserDefinedObjectVariable) and arg.source is not None
+        if _THREAD.traces and is_object and not isinstance(type(arg.value).__hash__, FunctionType):
+            install_guard(arg.source.make_guard(GuardBuilder.ID_MATCH))
+        return hash_of(self, tx, arg)
+
+    def spreading(call: Any) -> Any:
+        def called(self: Any, instruction: Any) -> None:
+            if _THREAD.traces:
+                # The arguments are the last value of the stack, or the last but one: no range is called, or is keywords.
+                self.stack[-2:] = [
+                    TupleVariable(value.unpack_var_sequence(self)) if isinstance(value, RangeVariable) else value
+                    for value in self.stack[-2:]
+                ]
+            call(self, instruction)
+
+        return called
+
     replaced: tuple[tuple[Any, str, Any], ...] = (
+        (BuiltinVariable, "call_str", text_of),
         (VariableBuilder, "__call__", built),
         (DequeVariable, "call_method", called_of_deque),
         (RandomVariable, "call_method", called_of_generator),
@@ -112,8 +156,17 @@ def _wrap() -> None:
     )
     for owner, name, function in replaced:
         setattr(owner, name, function)
+    if hash_of is not None:
+        BuiltinVariable.call_hash = hashed
+    # Before torch 2.13, its texts of dicts, sets and views are for people.
+    if not any(hasattr(dicts.ConstDictVariable, name) for name in REPR_METHODS):
+        BuiltinVariable.call_repr = shown
     for wrap in (wrap_lookups, wrap_dicts):
         wrap(lambda: _THREAD.traces > 0)
+    for translator in all_kinds(InstructionTranslatorBase):
+        table: Any = vars(translator).get("dispatch_table")
+        if table is not None:
+            table[_SPREAD] = spreading(table[_SPREAD])
     # The class of an OrderedDict is in one module or in another, or is that of all dicts: torch 2.11 to 2.15 differ.
     named = [vars(module).get("OrderedDictVariable") for module in (dicts, user_defined)]
     for kind in (dicts.ConstDictVariable, *filter(None, named)):

@@ -15,15 +15,19 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from fxround.capture.attribute_reads import wrapped_reads
 from fxround.errors import CaptureError
 
 _MISSING: Final = object()
+# The folder of PyTorch's own code.
+_TORCH: Final = str(Path(torch.__file__).parent)
 _LOOKUP: Final = "__getattribute__"
 # Dynamo's method that answers hasattr, and getattr with a default.
 _ASKED: Final = "call_obj_hasattr"
@@ -89,6 +93,8 @@ def _looked_up(lookup: Any, is_tracing: Callable[[], bool]) -> Any:
             return lookup(self, tx, name)
         if is_unset(self.value, name):
             _require_unset(self, tx, name)
+        if name == "__dict__":
+            _require_names(self, tx)
         own, serve = (_of_type(self.value, method) for method in (_LOOKUP, "__getattr__"))
         try:
             return _called(own, self, tx, name) if isinstance(own, FunctionType) else lookup(self, tx, name)
@@ -123,6 +129,22 @@ def _has(ask: Any, is_tracing: Callable[[], bool]) -> Any:
         return answer
 
     return has
+
+
+def _require_names(variable: Any, tx: Any) -> None:
+    """Let the trace require that an object which exists before the call has the same attributes, in the same order.
+
+    PyTorch's own code asks for names one by one.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    has_names = isinstance(getattr(variable.value, "__dict__", None), dict)
+    if variable.source is None or not has_names or tx.f_code.co_filename.startswith(_TORCH):
+        return
+    source = AttrSource(variable.source, "__dict__")
+    install_guard(source.make_guard(GuardBuilder.DICT_KEYS_MATCH))
+    tx.output.guard_on_key_order.add(source)
 
 
 def _require_unset(variable: Any, tx: Any, name: str) -> None:

@@ -82,6 +82,32 @@ def test_numbers_of_pythons_generator_are_those_of_the_model() -> None:
     assert [compiled(X)[0].item() for _ in range(4)] == expected
 
 
+def added(*numbers: float, scale: float = 1.0) -> float:
+    return scale * sum(numbers)
+
+
+SPREAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "attribute": lambda held, x: x * added(*held),
+    "numbers": lambda held, x: x * added(*range(7)),
+    "none": lambda held, x: x * (1 + added(*range(0))),
+    "keywords": lambda held, x: x * added(*held, **{"scale": 3.0}),
+    "method": lambda held, x: x.expand(1, 1, 2).permute(*range(x.dim() + 1, -1, -1)),
+    "flip": lambda held, x: torch.stack([x, x * 2]).flip(*range(2)),
+    "class": lambda held, x: x * slice(*held[:3]).stop,
+    "builtin": lambda held, x: x * max(*held),
+}
+
+
+@pytest.mark.parametrize("use", SPREAD.values(), ids=SPREAD)
+def test_a_range_is_spread_into_its_numbers(use: Callable[[Any, Tensor], Tensor]) -> None:
+    model = Holding(range(2, 9, 2), use)
+    compiled = fxround.compile(model, "reproducible")
+    x = torch.tensor([1.0, 3.0])
+    assert torch.equal(compiled(x), model(x))
+    model.held = range(1, 4)
+    assert torch.equal(compiled(x), model(x))
+
+
 DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda x: x * torch.multinomial(x, 1),
     "randperm": lambda x: x[torch.randperm(2)] * 2,

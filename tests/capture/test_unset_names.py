@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround.errors import CaptureError
 
 X = torch.arange(1.0, 4.0)
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-# Before torch 2.13, Dynamo refuses [*held] of an object that is no dict.
-UNPACKS = VERSION >= (2, 13)
-serving = pytest.mark.skipif(VERSION < (2, 12), reason="Dynamo refuses some of these reads before torch 2.12")
 Use = Callable[[Any, Tensor], Tensor]
 
 
@@ -38,6 +36,19 @@ class Reading(nn.Module):
         for use in self.uses:
             x = use(self.held, x)
         return x if self.training else x * 2
+
+
+def admits(held: Any, use: Use, counting: bool = False) -> bool:
+    """Whether a model may read an object in this way. Dynamo refuses some of the ways before torch 2.13."""
+    if VERSION >= (2, 13):
+        return True
+    model = Reading(held, [use], counting)
+    try:
+        result = fxround.compile(model, "reproducible")(X)
+    except CaptureError:
+        return False
+    assert torch.equal(result, model(X))
+    return True
 
 
 def serve(self: Any, name: str) -> float:
@@ -133,14 +144,15 @@ def _unset(owner: Any) -> None:
     vars(owner).pop("factor") if isinstance(owner, nn.Module) else delattr(owner, "factor")
 
 
-@serving
 def test_a_name_that_was_served_may_be_set_later() -> None:
-    model = Reading([make() for make, _ in SERVED.values()], [served])
+    cases = {case: row for case, row in SERVED.items() if admits([row[0]()], served)}
+    assert len(cases) > len(SERVED) // 2
+    model = Reading([make() for make, _ in cases.values()], [served])
     compiled: Any = fxround.compile(model, "reproducible")
     with torch.no_grad():
         assert torch.equal(compiled(X), model(X))
         guards = compiled._called().captured.guards
-        for held, (case, (_, owner_of)) in zip(model.held, SERVED.items(), strict=True):
+        for held, (case, (_, owner_of)) in zip(model.held, cases.items(), strict=True):
             assert guards.hold((X,), {}), case
             _set(owner_of(held))
             assert not guards.hold((X,), {}), case
@@ -200,7 +212,6 @@ LACKING: dict[str, Callable[[], Any]] = {
 }
 
 
-@serving
 @pytest.mark.parametrize("counting", [False, True], ids=["captured", "replayed"])
 def test_what_python_serves_or_denies_a_graph_serves_or_denies(counting: bool) -> None:
     """Also where a descriptor or ``__getattribute__`` raises AttributeError."""
@@ -208,12 +219,14 @@ def test_what_python_serves_or_denies_a_graph_serves_or_denies(counting: bool) -
     def use(held: Any, x: Tensor) -> Tensor:
         return torch.stack([each(h, x) for h in held for each in (tried, gotten, asked)])
 
-    model = Reading([make() for make in LACKING.values()], [use], counting)
+    cases = {case: make for case, make in LACKING.items() if admits([make()], use, counting)}
+    assert len(cases) > len(LACKING) // 2
+    model = Reading([make() for make in cases.values()], [use], counting)
     compiled = fxround.compile(model, "reproducible")
     for _ in range(2):
-        results = zip(compiled(X), model(X), [case for case in LACKING for _ in range(3)], strict=True)
+        results = zip(compiled(X), model(X), [case for case in cases for _ in range(3)], strict=True)
         assert not [case for a, b, case in results if not torch.equal(a, b)]
-        for case, held in zip(LACKING, model.held, strict=True):
+        for case, held in zip(cases, model.held, strict=True):
             if "property" not in case:
                 held.factor = 1.5
 
@@ -295,9 +308,8 @@ def test_a_key_that_was_not_found_may_appear() -> None:
     kinds = [make for make in DICTS if make is not _DEFAULT]
     helds = [make(items) for make in kinds for items in ({"u": 2}, {}) for _ in USES_OF_W]
     uses = USES_OF_W * (2 * len(kinds))
-    cases = [(held, use) for held, use in zip(helds, uses, strict=True) if _finds(held, use)]
-    if not UNPACKS:
-        cases = [(held, use) for held, use in cases if use is not _spread or isinstance(held, dict)]
+    cases = [(held, use) for held, use in zip(helds, uses, strict=True) if _finds(held, use) and admits(held, use)]
+    assert len(cases) > len(helds) // 2
 
     def use(held: Any, x: Tensor) -> Tensor:
         for each, read in held:
@@ -339,4 +351,8 @@ def test_a_dict_is_read_as_it_is_in_each_call(seed: int) -> None:
                 expected = model(x)
             except KeyError:
                 continue
-            assert torch.equal(compiled(x), expected)
+            try:
+                assert torch.equal(compiled(x), expected)
+            except CaptureError:  # by Dynamo
+                assert VERSION < (2, 13)
+                return
