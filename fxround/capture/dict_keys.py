@@ -46,7 +46,7 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
             return constant(self)
         _require_keys(self, InstructionTranslator.current_tx())
         # Before torch 2.12 it is a dict, whose text is another.
-        return OrderedDict(constant(self)) if self.user_cls is OrderedDict else constant(self)
+        return OrderedDict(constant(self)) if getattr(self, "user_cls", None) is OrderedDict else constant(self)
 
     def requiring(call: Any, dicts_of: Callable[..., Iterable[Any]]) -> Any:
         """Return a method of a variable that requires, before it calls, the keys of dicts among its arguments."""
@@ -86,7 +86,7 @@ def wrap_dicts(is_tracing: Callable[[], bool]) -> None:
         setattr(owner, name, function)
 
 
-def all_kinds(kind: type) -> Iterator[type]:
+def all_kinds(kind: Any) -> Iterator[Any]:
     """Yield a class and all classes that derive from it."""
     yield kind
     for derived in kind.__subclasses__():

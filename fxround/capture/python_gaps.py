@@ -70,7 +70,10 @@ def _wrap() -> None:
     from torch._dynamo.variables.misc import RandomVariable
 
     build, draw = VariableBuilder.__call__, user_defined.call_random_fn
-    text, show, hash_of = (getattr(BuiltinVariable, name, None) for name in ("call_str", "call_repr", "call_hash"))
+    builtins: Any = BuiltinVariable
+    text: Any = builtins.call_str
+    show: Any = builtins.call_repr
+    hash_of: Any = getattr(builtins, "call_hash", None)
     of_deque, of_generator = DequeVariable.call_method, RandomVariable.call_method
 
     def built(self: Any, value: Any) -> Any:
@@ -115,7 +118,7 @@ def _wrap() -> None:
     def text_of(self: Any, tx: Any, arg: Any) -> Any:
         """Trace the ``__repr__`` that ``object.__str__`` calls, whose text Dynamo takes for a constant."""
         is_object = isinstance(arg, user_defined.UserDefinedObjectVariable)
-        if _THREAD.traces and is_object and type(arg.value).__str__ is object.__str__:
+        if _THREAD.traces and is_object and _method(arg.value, "__str__") is object.__str__:
             return self.call_repr(tx, arg)
         return text(self, tx, arg)
 
@@ -130,14 +133,14 @@ def _wrap() -> None:
     def hashed(self: Any, tx: Any, arg: Any) -> Any:
         """Require the object whose hash its class computes in C, from what no guard knows."""
         is_object = isinstance(arg, user_defined.UserDefinedObjectVariable) and arg.source is not None
-        if _THREAD.traces and is_object and not isinstance(type(arg.value).__hash__, FunctionType):
+        if _THREAD.traces and is_object and not isinstance(_method(arg.value, "__hash__"), FunctionType):
             install_guard(arg.source.make_guard(GuardBuilder.ID_MATCH))
         return hash_of(self, tx, arg)
 
     def spreading(call: Any) -> Any:
         def called(self: Any, instruction: Any) -> None:
             if _THREAD.traces:
-                # The arguments are the last value of the stack, or the last but one: no range is called, or is keywords.
+                # The last value of the stack is the arguments, or keywords, and then the last but one is.
                 self.stack[-2:] = [
                     TupleVariable(value.unpack_var_sequence(self)) if isinstance(value, RangeVariable) else value
                     for value in self.stack[-2:]
@@ -147,7 +150,7 @@ def _wrap() -> None:
         return called
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        (BuiltinVariable, "call_str", text_of),
+        (builtins, "call_str", text_of),
         (VariableBuilder, "__call__", built),
         (DequeVariable, "call_method", called_of_deque),
         (RandomVariable, "call_method", called_of_generator),
@@ -157,10 +160,10 @@ def _wrap() -> None:
     for owner, name, function in replaced:
         setattr(owner, name, function)
     if hash_of is not None:
-        BuiltinVariable.call_hash = hashed
+        builtins.call_hash = hashed
     # Before torch 2.13, its texts of dicts, sets and views are for people.
     if not any(hasattr(dicts.ConstDictVariable, name) for name in REPR_METHODS):
-        BuiltinVariable.call_repr = shown
+        builtins.call_repr = shown
     for wrap in (wrap_lookups, wrap_dicts):
         wrap(lambda: _THREAD.traces > 0)
     for translator in all_kinds(InstructionTranslatorBase):
@@ -171,6 +174,11 @@ def _wrap() -> None:
     named = [vars(module).get("OrderedDictVariable") for module in (dicts, user_defined)]
     for kind in (dicts.ConstDictVariable, *filter(None, named)):
         kind.call_method = ordered(kind.call_method)
+
+
+def _method(value: object, name: str) -> Any:
+    """Return the method that Python calls for an operation on an object."""
+    return getattr(type(value), name)
 
 
 def _refuse(what: str, explanation: str, remedy: str) -> NoReturn:

@@ -64,6 +64,7 @@ def has_any(names: Iterable[str]) -> Callable[[type], bool]:
 
 def wrap_lookups(is_tracing: Callable[[], bool]) -> None:
     """Wrap, once and for good, Dynamo's lookups of attributes. is_tracing: whether a trace is for fxround."""
+    from torch._dynamo import variables
     from torch._dynamo.exc import ObservedAttributeError
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
@@ -81,7 +82,10 @@ def wrap_lookups(is_tracing: Callable[[], bool]) -> None:
     kinds = (UserDefinedObjectVariable, UserDefinedClassVariable)
     lookups = [(kind, reader, _looked_up(getattr(kind, reader), is_tracing)) for kind in kinds]
     asked = [(kind, _ASKED, _has(vars(kind)[_ASKED], is_tracing)) for kind in _kinds_without_guards()]
-    for owner, name, function in (*wrapped_reads(attribute_of), *lookups, *asked):
+    # Since torch 2.15, with a text and a comparison of its own.
+    namespaces = [vars(variables)[kind] for kind in ("SimpleNamespaceVariable",) if kind in vars(variables)]
+    names = [(kind, "get_dict_vt", _names_of(kind.get_dict_vt, is_tracing)) for kind in namespaces]
+    for owner, name, function in (*wrapped_reads(attribute_of), *lookups, *asked, *names):
         setattr(owner, name, function)
 
 
@@ -129,6 +133,15 @@ def _has(ask: Any, is_tracing: Callable[[], bool]) -> Any:
         return answer
 
     return has
+
+
+def _names_of(read: Any, is_tracing: Callable[[], bool]) -> Any:
+    def names_of(self: Any, tx: Any) -> Any:
+        if is_tracing():
+            _require_names(self, tx)
+        return read(self, tx)
+
+    return names_of
 
 
 def _require_names(variable: Any, tx: Any) -> None:

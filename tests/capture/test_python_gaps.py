@@ -90,7 +90,7 @@ SPREAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "attribute": lambda held, x: x * added(*held),
     "numbers": lambda held, x: x * added(*range(7)),
     "none": lambda held, x: x * (1 + added(*range(0))),
-    "keywords": lambda held, x: x * added(*held, **{"scale": 3.0}),
+    "keywords": lambda held, x: x * added(*held, scale=3.0),
     "method": lambda held, x: x.expand(1, 1, 2).permute(*range(x.dim() + 1, -1, -1)),
     "flip": lambda held, x: torch.stack([x, x * 2]).flip(*range(2)),
     "class": lambda held, x: x * slice(*held[:3]).stop,
