@@ -1,7 +1,7 @@
 """Exported programs: what ``RoundedModule.export`` traces, and what ``load`` returns.
 
 A file that ``RoundedModule.export`` wrote holds the graph with every rounding, (seed, sample) as a named buffer, the
-version of fxround, and a digest of everything else (``exported_files``). A file that is truncated, changed or of
+version of fxround, and a digest of everything else (``exported.files``). A file that is truncated, changed or of
 another version is refused.
 """
 

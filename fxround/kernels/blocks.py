@@ -1,4 +1,4 @@
-"""The kernels of blocks that share scales (``shapes.Blocks``), made of the programs that graphs hold."""
+"""The kernels of blocks that share scales (``kernels.kinds.Blocks``), made of the programs that graphs hold."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ class Word:
 class Map:
     """A pointwise kernel: body(stored operands..., one u32 random word per draw) -> stored results.
 
-    ``values``: what the statements of its program compute, in order, where a long body may be cut (``body_stages``).
+    ``values``: what the statements of its program compute, in order, where ``runtime.cpu.llvm.stages`` may cut a long
+    body.
     ``single``: a kernel with this one's bits, whose sums and products are in binary32 where that is possible; or None.
     """
 

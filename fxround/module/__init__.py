@@ -68,8 +68,8 @@ def compile(
             dict of keyword arguments, or (tuple, dict). None: the first call captures it.
         strict: whether a floating-point operator that cannot be rounded is an error; None takes the policy's setting.
         seed: 0 to 2^63 - 1, the seed of all random bits.
-        fuse: whether chains of pointwise operations run in one pass over memory. The bits do not change. False runs
-            ``compiled.graph`` node by node.
+        fuse: whether chains of pointwise operations run in one pass over memory. The bits do not change. False
+            keeps a kernel for each operation of ``compiled.graph``.
         advance: whether every call advances the sample. By default only calls in training mode that record gradients
             do. Use it for a module that is iterated (a time step, a sampler), which otherwise draws the same random
             bits at every call.

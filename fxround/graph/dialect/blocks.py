@@ -23,7 +23,9 @@ from fxround.numerics.formats.storage import Storage
 
 
 class BlockCall(Call[T]):
-    """What these operators have in common: a tensor, the size of a block in each dimension, and no rounding.
+    """What these operators have in common: a tensor, the size of a block in each dimension, and no kernel.
+
+    They round nothing that a policy chooses: a sum is rounded once to nearest.
 
     sizes: from the beginning of a dimension; 0 for the whole dimension. The last block may be shorter.
     """
@@ -34,7 +36,7 @@ class BlockCall(Call[T]):
     sizes: Sequence[int]
 
     def kernel(self, loads: tuple[Storage, ...]) -> None:
-        """Nothing is rounded, and there is no kernel to build."""
+        """There is no kernel to build."""
 
     def blocks(self: BlockCall[Tensor]) -> list[Any]:
         """Return the number of blocks in each dimension. Raises ValueError for sizes that do not fit the tensor."""
