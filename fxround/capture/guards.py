@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter, methodcaller
-from types import CodeType, FunctionType, MappingProxyType, MethodType
+from types import CodeType, MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from fxround.capture.class_guards import Row, all_names, constructors, methods_of, special_names
 from fxround.capture.leftovers import Installed
 from fxround.capture.memory_reads import MemoryReads
 from fxround.capture.numbers import Number, is_number
@@ -70,8 +71,6 @@ _INEXACT: Final = float | np.floating | complex | list | tuple | set | frozenset
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-# What a trace found in a class (functions, properties, their code) or a function: the owner, a reader, the objects.
-_Found = tuple[Any, Callable[[Any], Any], Any]
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Guards:
     scope       the model by the name that its forward has for it, and the default values of arguments
     sources     what the guards read, longest first, and how the model's author spells it
     bind        the names that mean something else in every call; None if no guard reads them
-    found       the methods of classes, and the attributes of the model itself, that no guard names
+    rows        the methods of classes, and the attributes of the model itself, that no guard names
     flags       functions of PyTorch with arguments and results
     environment the environment, if the trace read it
     layouts     the strides of the arguments, if the trace read some
@@ -99,7 +98,7 @@ class Guards:
     scope: dict[str, Any] = field(default_factory=dict, repr=False)
     sources: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     bind: Callable[[Any, Any], dict[str, Any]] | None = field(default=None, repr=False)
-    found: tuple[_Found, ...] = field(default=(), repr=False)
+    rows: tuple[Row, ...] = field(default=(), repr=False)
     flags: tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...] = field(default=(), repr=False)
     environment: Mapping[Any, Any] | None = field(default=None, repr=False)
     layouts: tuple[Any, ...] | None = field(default=None, repr=False)
@@ -116,7 +115,7 @@ class Guards:
         if not self.check(self.scope if self.bind is None else {**self.scope, **self.bind(args, kwargs)}):
             return False
         try:
-            for owner, read, values in self.found:
+            for owner, read, values in self.rows:
                 if read(owner) != values and not (TRACING and is_replaced(owner)):
                     return False
         except (AttributeError, KeyError):
@@ -142,7 +141,7 @@ class Guards:
             changes.append("the order of an argument in memory")
         if self.memory.order and self.memory.layouts((args, kwargs)) != self.places:
             changes.append("the memory of an argument (by as_strided)")
-        if any(read is _layouts_of_state and read(owner) != values for owner, read, values in self.found):
+        if any(read is _layouts_of_state and read(owner) != values for owner, read, values in self.rows):
             changes.append("the order of a parameter or buffer in memory")
         if self.environment is not None and environment() != self.environment:
             changes.append("os.environ")
@@ -264,6 +263,8 @@ class Noted:
         ]
         root, varying = checker.guard_manager.root, {_root(source) for source in read} - fixed - {""}
         classes = [guard.guarded_class_weakref() for guard in kept if guard.guarded_class_weakref is not None]
+        values_read = [value for value in (value_of(source, scope) for source in read) if value is not _MISSING]
+        classes.extend(value if isinstance(value, type) else type(value) for value in values_read)
         codes = frozenset(self.output.traced_code)
         parts = [part for source in read if _root(source) in varying - cells.keys() for part in _chain(source)]
         told = sorted({source.name for source in read if source.name}, key=len, reverse=True)
@@ -273,13 +274,16 @@ class Noted:
             scope={name: graph.local_scope[name] for name in fixed},
             sources=tuple((name, _said(name, self.model)) for name in told),
             bind=_binding(signature, owner is not None, cells, varying) if varying else None,
-            found=(
+            rows=(
                 *_found_in(function, self.traced, classes, codes),
                 *_own(self.model),
                 *self._copied(),
                 *_memory_of(self.model, self.readings.memory),
                 *([(self.model, _layouts_of_state, _layouts_of_state(self.model))] if self.readings.strides else []),
                 *((value, list, list(value)) for _, value in orders),
+                *constructors(classes, codes),
+                *special_names(classes),
+                *all_names(values_read),
                 *inherited([guard.originating_source for guard in graph.guards], scope),
                 *unset(graph.guards, scope),
                 *(_numbers_of(self.model, number) for number in numbers),
@@ -311,7 +315,7 @@ class Noted:
         values = [(source, value_of(source, scope)) for source in sources]
         return [source for source, value in values if isinstance(value, Tensor) and id(value) not in known]
 
-    def _copied(self) -> tuple[_Found, ...]:
+    def _copied(self) -> tuple[Row, ...]:
         """Return the attributes of the model that the traced one has copies of."""
         if self.traced is self.model:
             return ()
@@ -416,11 +420,7 @@ def _checker(
             return id(obj)
 
         def compile_check_fn(self, builder: Any, guards_out: list[Any], guard_fail_fn: Any) -> None:
-            for guard in guards_out:
-                value = builder.get(guard) if guard.create_fn_name() in _EQUAL else None
-                if isinstance(value, _INEXACT) and _may_equal_another(value):
-                    told, digits = [f"{guard.name} has other digits"], _digits_of(value)
-                    builder.get_guard_manager(guard).add_lambda_guard(_of_digits(digits), told, guard.user_stack)
+            require_digits(builder, guards_out)
             for source in unguarded:
                 told, value = [f"{source.name} is another object"], builder.get(source)
                 manager = builder.get_guard_manager_from_source(source)
@@ -471,6 +471,15 @@ def _metadata(offset: bool) -> Callable[[Any], Any]:
     return metadata
 
 
+def require_digits(builder: Any, guards: Iterable[Any]) -> None:
+    """Let guards tell values apart that are equal: 0.0 and -0.0. builder: Dynamo's, of these guards."""
+    for guard in guards:
+        value = builder.get(guard) if guard.create_fn_name() in _EQUAL else None
+        if isinstance(value, _INEXACT) and _may_equal_another(value):
+            told, digits = [f"{guard.name} has other digits"], _digits_of(value)
+            builder.get_guard_manager(guard).add_lambda_guard(_of_digits(digits), told, guard.user_stack)
+
+
 def _has(read: Callable[[Any], Any], value: Any) -> Callable[[Any], bool]:
     return lambda holder: bool(read(holder) == value)
 
@@ -516,33 +525,24 @@ def _binding(
     return bind
 
 
-def _found_in(function: Any, model: nn.Module, values: Iterable[Any], codes: Collection[CodeType]) -> Iterator[_Found]:
+def _found_in(function: Any, model: nn.Module, values: Iterable[Any], codes: Collection[CodeType]) -> Iterator[Row]:
     """Yield the function that was traced, and the methods and properties whose code was traced, by their classes."""
     yield function, _defaults, _defaults(function)
     yield from (_read(cls, names) for cls, names in methods_of((*model.modules(), *values), codes))
 
 
-def methods_of(values: Iterable[Any], codes: Collection[CodeType]) -> Iterator[tuple[type, list[str]]]:
-    """Yield the classes of values, with the expressions that read the methods and properties whose code was traced."""
-    for cls in {value if isinstance(value, type) else type(value): None for value in values}:
-        names = [name for base in cls.__mro__ for name, value in vars(base).items() if _code(value) in codes]
-        called = ["__call__"] if issubclass(cls, nn.Module) else []
-        if names or called:
-            yield cls, called + [each for name in dict.fromkeys(names) for each in _parts(cls, name)]
-
-
-def _own(model: nn.Module) -> Iterator[_Found]:
+def _own(model: nn.Module) -> Iterator[Row]:
     """Yield the type of the model, and a forward of its own: the trace began with what they are."""
     yield model, type, type(model)
     yield vars(model), methodcaller("get", "forward"), vars(model).get("forward")
 
 
-def _numbers_of(model: nn.Module, number: Number) -> _Found:
+def _numbers_of(model: nn.Module, number: Number) -> Row:
     """Return the row of a number whose value does not matter."""
     return number.holder(model), lambda held: is_number(held.get(number.name)), True
 
 
-def _memory_of(model: nn.Module, reads: MemoryReads) -> Iterator[_Found]:
+def _memory_of(model: nn.Module, reads: MemoryReads) -> Iterator[Row]:
     """Yield the row of the layouts of parameters and buffers, if the trace reads memory."""
     if reads.order:
 
@@ -557,7 +557,7 @@ def _layouts_of_state(model: nn.Module) -> tuple[Any, ...]:
     return layouts_of([*model.parameters(), *model.buffers()])
 
 
-def inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]:
+def inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[Row]:
     """Yield, for each attribute that was read from a base class, whether the classes before that one have it, too."""
     depths: dict[type, dict[Any, int]] = {}
     for part in (part for source in sources for part in _chain(source)):
@@ -577,7 +577,7 @@ def inherited(sources: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]
             yield cls, read, read(cls)
 
 
-def unset(guards: Iterable[Any], scope: dict[str, Any]) -> Iterator[_Found]:
+def unset(guards: Iterable[Any], scope: dict[str, Any]) -> Iterator[Row]:
     """Yield, for each class, that it has none of the names that the trace did not find in it."""
     for cls, names in classes_without(guards, lambda source: value_of(source, scope)):
         yield cls, has_any(names), False
@@ -593,23 +593,9 @@ def _defaults(function: Any) -> tuple[Any, ...]:
     return function.__code__, *map(id, function.__defaults__ or ()), *map(id, (function.__kwdefaults__ or {}).values())
 
 
-def _read(owner: Any, names: Sequence[str]) -> _Found:
+def _read(owner: Any, names: Sequence[str]) -> Row:
     read = attrgetter(*names)
     return owner, read, read(owner)
-
-
-def _code(value: Any) -> CodeType | None:
-    """Return the code of what a class has under a name: a function, a property, a method of the class."""
-    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return function.__code__ if isinstance(function, FunctionType) else None
-
-
-def _parts(cls: type, name: str) -> list[str]:
-    """Return the expressions that read a method of a class and its code."""
-    held = getattr(cls, name)
-    if isinstance(held, property):
-        return [name, f"{name}.fget.__code__"]
-    return [f"{name}.__func__" if isinstance(held, MethodType) else name, f"{name}.__code__"]
 
 
 def spelled(source: str) -> str:

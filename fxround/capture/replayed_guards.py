@@ -18,12 +18,13 @@ from typing import Any, Final
 from torch import nn
 from torch._guards import Guard, TracingContext
 
+from fxround.capture.class_guards import all_names, constructors, methods_of, special_names
 from fxround.capture.guards import (
     environment,
     inherited,
     is_replaced,
-    methods_of,
     ordered,
+    require_digits,
     sources_of_keys,
     unset,
     value_of,
@@ -53,10 +54,17 @@ def _watch(model: Callable[[], nn.Module | None], builder: Any, guard: Guard) ->
     sources = [other.originating_source for other in graph.guards if other.name]
     values = [*(() if living is None else living.modules()), *(value_of(source, scope) for source in sources)]
     codes = frozenset(graph.traced_code)
+    classes = [value if isinstance(value, type) else type(value) for value in values]
     methods = [_Methods.read(cls, names) for cls, names in methods_of(values, codes)]
     before = [
         _Before(weakref.ref(cls), read, names)
-        for cls, read, names in (*inherited(sources, scope), *unset(graph.guards, scope))
+        for cls, read, names in (
+            *inherited(sources, scope),
+            *unset(graph.guards, scope),
+            *constructors(classes, codes),
+            *special_names(classes),
+            *all_names(values),
+        )
     ]
     orders = [_Order(weakref.ref(value), tuple(value)) for _, value in ordered(graph.guards, scope)]
     variables = dict(environment()) if any(code.co_filename == _OF_OS for code in codes) else None
@@ -66,6 +74,7 @@ def _watch(model: Callable[[], nn.Module | None], builder: Any, guard: Guard) ->
         same = same and all(row.holds() for row in orders)
         return same and variables in (None, environment())
 
+    require_digits(builder, graph.guards)
     builder.guard_manager.root.add_lambda_guard(hold, [_TOLD], guard.user_stack)
 
 
