@@ -19,13 +19,15 @@ from typing import Any, Final, NoReturn
 
 from fxround.capture.dict_keys import REPR_METHODS, all_kinds
 
+# Comparisons that depend on which objects are compared, in some cases.
+_IDENTITIES: Final = {"is": operator.is_, "is not": operator.is_not, "==": operator.eq, "!=": operator.ne}
 # The instruction of a call ``f(*args, **kwargs)``.
 _SPREAD: Final = dis.opmap["CALL_FUNCTION_EX"]
 
 
 def wrap_values(is_tracing: Callable[[], bool]) -> None:
     """Wrap, once and for good, Dynamo's operations. is_tracing: whether a trace is for fxround."""
-    from torch._dynamo import utils
+    from torch._dynamo import symbolic_convert, utils
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables import lists
     from torch._dynamo.variables.builtin import BuiltinVariable
@@ -41,6 +43,10 @@ def wrap_values(is_tracing: Callable[[], bool]) -> None:
         table: Any = vars(translator).get("dispatch_table")
         if table is not None:
             table[_SPREAD] = _spreading(table[_SPREAD], is_tracing)
+    builtins.call_function = _compared(builtins.call_function, is_tracing)
+    handlers = symbolic_convert.compare_op_handlers
+    for operation, function in _IDENTITIES.items():
+        handlers[operation] = _identifying(handlers[operation], function, is_tracing)
     contains = _contained(utils.iter_contains, is_tracing)
     for module in (utils, lists):
         vars(module)["iter_contains"] = contains
@@ -158,6 +164,40 @@ def _spreading(call: Any, is_tracing: Callable[[], bool]) -> Any:
         call(self, instruction)
 
     return called
+
+
+def _compared(call: Any, is_tracing: Callable[[], bool]) -> Any:
+    def compared(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if is_tracing() and self.fn in _IDENTITIES.values():
+            _require_objects(self.fn, args)
+        return call(self, tx, args, kwargs)
+
+    return compared
+
+
+def _identifying(handler: Any, function: Any, is_tracing: Callable[[], bool]) -> Any:
+    def compared(tx: Any, args: Any, kwargs: Any) -> Any:
+        if is_tracing():
+            _require_objects(function, args)
+        return handler(tx, args, kwargs)
+
+    return compared
+
+
+def _require_objects(comparison: Callable[..., Any], operands: Any) -> None:
+    """Let the trace require that these are the same objects, if a comparison depends on it, and on no value."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables import ConstantVariable
+
+    values = [operand.realize() for operand in operands]
+    if any(isinstance(value, ConstantVariable) for value in values):  # whose type is guarded, as that of the other is
+        return
+    for value in values:
+        if value.source is None or value.is_tensor():
+            continue
+        by_identity = _is_object(value) and _method(value.value, "__eq__") is object.__eq__
+        if comparison in (operator.is_, operator.is_not) or by_identity:
+            install_guard(value.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def _contained(call: Any, is_tracing: Callable[[], bool]) -> Any:
