@@ -58,14 +58,14 @@ def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.name in LONG], ids=lambda path: path.name)
 def test_all_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(document, blocks(document.read_text(encoding="utf-8"), "python"), monkeypatch)
+    run(document, blocks(document.read_text(encoding="utf-8"), "python"), monkeypatch, "whole_")
 
 
-def run(document: Path, code: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run blocks of a document in one namespace."""
+def run(document: Path, code: list[str], monkeypatch: pytest.MonkeyPatch, kind: str = "") -> None:
+    """Run blocks of a document in one namespace, that of a module whose name no other one has had."""
     # A module that can be imported, as that of a user's file can: Dynamo does, for functions that a graph inlines.
-    module = ModuleType(document.stem)
-    monkeypatch.setitem(sys.modules, document.stem, module)
+    module = ModuleType(kind + document.stem)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     namespace = vars(module)
     if any("transformers" in block for block in code):
         pytest.importorskip("transformers")

@@ -31,7 +31,10 @@ from benchmarks.zoo.subjects import Subject
 
 @dataclass(frozen=True)
 class Limits:
-    """The seconds of processor time, seconds of wall time and gigabytes of memory that a subject may use."""
+    """The seconds of processor time, seconds of wall time and gigabytes of memory that a subject may use.
+
+    Memory that its process shares with the one that has started it is not counted.
+    """
 
     processor: int = 150
     clock: int = 600
@@ -93,7 +96,7 @@ def line(record: Record) -> str:
 def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: bool) -> Record:
     """Return the record of a subject, judged in a process of its own."""
     reader, writer = os.pipe()
-    began = time.time()
+    began, shared = time.time(), _gigabytes(os.getpid())
     child = os.fork()
     if child == 0:
         os.close(reader)
@@ -110,7 +113,7 @@ def alone(subject: Subject, limits: Limits, policies: Sequence[str], gradient: b
             break
         if not ended and time.time() - began > limits.clock:
             ended = "time"
-        if not ended and _gigabytes(child) > limits.memory:
+        if not ended and _gigabytes(child) - shared > limits.memory:
             ended = "memory"
         if ended:
             os.kill(child, signal.SIGKILL)
