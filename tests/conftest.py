@@ -26,6 +26,7 @@ import hashlib
 import logging
 import os
 import random
+import resource
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -65,6 +66,9 @@ CORES: Final = {
 _THREADS: Final = 2
 _SEED: Final = pytest.StashKey[int]()
 _SETTINGS: Final = pytest.StashKey[dict[str, Any]]()
+# The memory of a process of tests, which takes 4 GB at most: more is an error where it is asked for, not a machine
+# without memory.
+_MEMORY: Final = 10 << 30
 # How many cases are left to --long.
 _LEFT: Final = pytest.StashKey[int]()
 
@@ -78,6 +82,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SEED] = config.getoption("--seed")
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY if most == resource.RLIM_INFINITY else min(_MEMORY, most), most))
     config.stash[_LEFT] = 0
     config.addinivalue_line("markers", "part(n, or names of cases, or without=names): what a run without --long takes")
     config.addinivalue_line("markers", "long: only a run with --long takes the test, or the case")
