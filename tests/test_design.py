@@ -128,6 +128,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.numbers",
             "capture.numpy_numbers",
             "capture.python_gaps",
+            "capture.python_values",
             "capture.readings",
             "capture.replayed_guards",
             "capture.unset_names",
