@@ -20,6 +20,8 @@ from fxround.attribution.linearized import Linearized
 from fxround.attribution.states import State
 from fxround.attribution.tangents import Tangents
 from fxround.compiler.executable import Entry
+from fxround.errors import UnsupportedOperator
+from fxround.graph.site import located
 from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
 from fxround.numerics.modes import Rounding
@@ -127,8 +129,20 @@ class Subject:
         return {id(p): name for name, p in self.model.named_parameters() if id(p) in owned and name in known}
 
     def _inputs(self, sample: int) -> list[Any]:
+        """Return what enters the graph, on the CPU, whose bits are those of any device.
+
+        Raises UnsupportedOperator for a graph that makes tensors on another device.
+        """
+        for node in self.entry.lowered.graph.nodes:
+            device = node.kwargs.get("device")
+            if device is not None and torch.device(device).type != "cpu":
+                raise UnsupportedOperator(
+                    f"{located(node)} makes a tensor on {device}, and attribution computes on the CPU: move the model "
+                    "and its inputs with .cpu()"
+                )
         rng = self.compiled.reseed(self.seed, sample).rng
-        return [*self.entry._inputs(self.leaves), *self.entry.multipliers(), rng]
+        values = [*self.entry._inputs(self.leaves), *self.entry.multipliers(), rng]
+        return [value.cpu() if isinstance(value, Tensor) else value for value in values]
 
     def _returned(self, outputs: Sequence[Any]) -> dict[Any, Any]:
         """Return the leaves of the result of a graph's outputs: gradients of parameters by name, if there are any."""

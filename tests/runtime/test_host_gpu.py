@@ -53,6 +53,7 @@ def problems(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: py
     "mixed",
     "GRUCell",
     "index_put",
+    "localize",
 )
 @pytest.mark.parametrize("case", NAMES)
 def test_a_model_runs_on_a_host_gpu_with_the_cpus_bits(problems: dict[str, str], case: str) -> None:
