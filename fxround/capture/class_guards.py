@@ -68,8 +68,6 @@ class _Same:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.value is self.value
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def _defaults_of_init(cls: Any) -> list[_Same]:
     init = cls.__init__
