@@ -37,7 +37,7 @@ def large(shape: Sequence[int], dtype: torch.dtype = torch.float32, *_: Any) -> 
     """Zeros, in memory that is there once it is touched."""
     no_reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names since 3.13
     size = int(np.prod(shape)) * dtype.itemsize
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    memory = mmap.mmap(-1, size, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | no_reserve)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 

@@ -170,7 +170,7 @@ def far_apart(x: Tensor) -> Tensor:
     """A copy of x whose rows lie 2^31 + 3 elements apart, in memory of which only these pages are there."""
     step = (1 << 31) + 3
     no_reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names since 3.13
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | no_reserve
     memory = mmap.mmap(-1, step * len(x) * x.itemsize, flags)
     found = torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, (step, 1))
     return found.copy_(x)
