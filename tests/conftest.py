@@ -27,6 +27,7 @@ import logging
 import os
 import random
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -69,6 +70,14 @@ _SETTINGS: Final = pytest.StashKey[dict[str, Any]]()
 # The memory of a process of tests, which takes 4 GB at most: more is an error where it is asked for, not a machine
 # without memory.
 _MEMORY: Final = 10 << 30
+# Among the many, one of each context that replaces some.
+_REPLACED: Final = (
+    ("torch.fx.experimental.sym_node", "SymNode", "_mul"),
+    ("torch.fx.experimental.symbolic_shapes", "ShapeEnv", "__init__"),
+    ("torch._subclasses.functional_tensor", "FunctionalTensor", "__new__"),
+    ("torch._subclasses.fake_tensor", "FakeTensorConverter", "from_real_tensor"),
+    ("torch.distributions", "Distribution", "_validate_args"),
+)
 # How many cases are left to --long.
 _LEFT: Final = pytest.StashKey[int]()
 
@@ -134,7 +143,10 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Ite
 
 def _settings() -> dict[str, Any]:
     """What a test may change for a while, and must give back."""
+    # Before its first capture a process has not loaded all of these classes.
+    owners = [(owner, name, getattr(sys.modules.get(module), owner, None)) for module, owner, name in _REPLACED]
     return {
+        **{f"{owner}.{name}": getattr(loaded, name) for owner, name, loaded in owners if loaded is not None},
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.get_num_threads()": torch.get_num_threads(),
         "torch.is_grad_enabled()": torch.is_grad_enabled(),

@@ -33,14 +33,12 @@ from fxround.capture.numpy_numbers import numpy_numbers, refuse_numpy_numbers
 from fxround.capture.python_gaps import python_gaps, unmoved_generator
 from fxround.capture.readings import TRACING, readings
 from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
-from fxround.capture.torch_private import derivatives, find_builtins, own_graphs, separate_sizes
+from fxround.capture.torch_private import capturing, derivatives, find_builtins, own_graphs, separate_sizes
 from fxround.capture.traced_aliases import computed_views
 from fxround.errors import CaptureError
 from fxround.graph.site import Port
 from fxround.graph.source_lines import TORCH
-from fxround.locks import waited_for
 
-_LOCKS: Final[list[Any]] = []
 _NOTHING: Final = contextlib.nullcontext()
 _MARK: Final = "_dynamo_static_input_type"
 
@@ -99,21 +97,6 @@ class Kept:
 def _plain(value: Any) -> Any:
     """Return a key that distinguishes plain values by type and digits, and every other object by identity."""
     return (type(value), repr(value)) if isinstance(value, bool | int | float | str | None) else (object, id(value))
-
-
-def capturing() -> Any:
-    """Return the only lock of the process under which models are traced.
-
-    It is Dynamo's own, which ``torch.compile`` takes too.
-    """
-    # Imported at the first capture: it costs as much time as the rest of torch.
-    from torch._dynamo import convert_frame
-
-    if not _LOCKS:
-        with convert_frame.compile_lock:
-            if not _LOCKS:
-                _LOCKS.append(waited_for(convert_frame.compile_lock))
-    return _LOCKS[0]
 
 
 @contextlib.contextmanager

@@ -30,6 +30,9 @@ from torch.nn.utils import stateless
 
 from fxround.capture.batch_norm import averages_of_all_batches
 from fxround.capture.traced_aliases import kept_dropouts
+from fxround.locks import waited_for
+
+_LOCKS: Final[list[Any]] = []
 
 
 def composite_operators() -> tuple[str, ...]:
@@ -416,13 +419,32 @@ def failed_guard() -> str | None:
     return None if reason is None else str(reason)
 
 
+def capturing() -> Any:
+    """Return the only lock of the process under which models are traced.
+
+    It is Dynamo's own, which ``torch.compile`` takes too.
+    """
+    # Imported at the first capture: it costs as much time as the rest of torch.
+    from torch._dynamo import convert_frame
+
+    if not _LOCKS:
+        with convert_frame.compile_lock:
+            if not _LOCKS:
+                _LOCKS.append(waited_for(convert_frame.compile_lock))
+    return _LOCKS[0]
+
+
 # The arithmetic that computes strides, numbers of elements and tests of contiguity.
 _ARITHMETIC: Final = ("add", "sub", "mul", "int_floordiv", "eq", "ne", "lt", "le", "gt", "ge")
 
 
 @contextlib.contextmanager
 def quickened() -> Iterator[None]:
-    """Remember results of arithmetic on symbolic sizes, and leave out of the graph what nothing uses."""
+    """Remember results of arithmetic on symbolic sizes, and leave out of the graph what nothing uses.
+
+    Methods of PyTorch's classes are replaced meanwhile, so that one thread at a time is in such a block: of two, the
+    one that ends last would put back what it had met, which is the other's.
+    """
     # Imported at the first capture, as in graph.py.
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.sym_node import SymNode
@@ -437,7 +459,7 @@ def quickened() -> Iterator[None]:
             is_constant = constant[expression] = bool(expression.is_number)
         return int(expression) if is_constant else None
 
-    with contextlib.ExitStack() as stack:
+    with capturing(), contextlib.ExitStack() as stack:
         for name in _ARITHMETIC:
             stack.enter_context(mock.patch.object(SymNode, f"_{name}", _remembering(SymNode, f"_{name}", known)))
         stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", maybe_as_int))

@@ -18,10 +18,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured, Dimension
-from fxround.capture.dynamo import capturing
 from fxround.capture.numbers import Number, is_held, number_of
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
+from fxround.capture.torch_private import capturing
 from fxround.compiler.capture_report import Capture, KeyedCall, mode_of, reason_for
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, owner_of

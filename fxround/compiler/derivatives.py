@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from fxround.capture import Captured
 from fxround.capture.derivatives import gradients_of
-from fxround.capture.dynamo import capturing
 from fxround.capture.leftovers import forget_computed
+from fxround.capture.torch_private import capturing
 from fxround.capture.undifferentiated import CONSTANT
 from fxround.errors import CaptureError, FxroundError
 from fxround.graph.site import float_values

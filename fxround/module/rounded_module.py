@@ -23,8 +23,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
-from fxround.capture.dynamo import aside, capturing
+from fxround.capture.dynamo import aside
 from fxround.capture.refusals import LeftToPython
+from fxround.capture.torch_private import capturing
 from fxround.compiler.capture_report import Capture, table_of
 from fxround.compiler.captures import Captures, Flat
 from fxround.compiler.delayed_state import SCALES, DelayedState

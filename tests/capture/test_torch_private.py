@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -59,6 +60,29 @@ def test_quickening_is_undone() -> None:
         assert all(owner.__dict__[name] is not b for (owner, name), b in zip(watched, before, strict=True))
         raise RuntimeError
     assert [owner.__dict__[name] for owner, name in watched] == before
+
+
+def test_quickening_is_undone_whichever_thread_ends_last() -> None:
+    """One that began in the block of another put back what it had met there, for the rest of the process."""
+    from torch.fx.experimental.sym_node import SymNode
+
+    before, began, entered, left = SymNode.__dict__["_mul"], Event(), Event(), Event()
+
+    def later() -> None:
+        began.set()
+        with quickened():
+            entered.set()
+            left.wait()
+
+    with quickened():
+        thread = Thread(target=later)
+        thread.start()
+        began.wait()
+        entered.wait(0.2)  # it has to wait for the end of this block
+    entered.wait()
+    left.set()
+    thread.join()
+    assert SymNode.__dict__["_mul"] is before
 
 
 @pytest.mark.parametrize("enabled", [True, False])
