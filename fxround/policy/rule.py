@@ -100,7 +100,7 @@ class Rule:
     optional    whether the rule may match nothing; False: that is an error
     direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
     gradient    what the rounding does to the gradient that passes it: "straight_through", "zero_clamped", a rounding,
-                or "zero_clamped" and a rounding
+                or "zero_clamped" and a rounding. Gradients pass the roundings of ``operands`` straight through
     operands    the rounding of the operands before the operation, also to a scaled format ("mxfp8"), or "identity";
                 role and direction are then those of the operand. A backward operation reads the rounded value that the
                 forward operation read, except that the blocks of a scaled format run along the sum of each operation
@@ -162,6 +162,11 @@ class Rule:
             raise PolicyError(
                 f"the rule {self} flips bits of operands: that needs operands= of a format, such as 'e4m3fn', 'dtype', "
                 "'mxfp8' or 'int8'"
+            )
+        if self.operands is not None and self.rounding is None and self.gradient not in (None, STRAIGHT):
+            raise PolicyError(
+                f"the rule {self} treats gradients and rounds operands, which gradients pass straight through: set "
+                "rounding= too, or round the values themselves by rules with rounding= and gradient="
             )
         if self.result is not None and self.operands is None:
             raise PolicyError(f"the rule {self} has result={self.result!r}, which selects operands: set operands=")

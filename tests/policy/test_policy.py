@@ -345,11 +345,19 @@ def test_operands_are_chosen_by_their_own_role_and_direction() -> None:
         Rule(role="weight", rounding="bfloat16", operands="e4m3fn")
 
 
+def test_gradients_of_operands_cannot_be_treated() -> None:
+    with pytest.raises(PolicyError, match="which gradients pass straight through: set rounding= too"):
+        Rule(operands="nvfp4", gradient="zero_clamped")
+    assert Rule(operands="nvfp4", gradient="straight_through").gradient == "straight_through"
+    assert Rule(operands="nvfp4", rounding="e4m3fn/nearest_even/saturate", gradient="zero_clamped").operands
+
+
 @pytest.mark.parametrize("half", ["float16", "fp16", "half", "torch.float16", torch.float16, np.float16])
 def test_other_names_and_dtypes_give_the_policies_of_fxrounds_names(half: Any) -> None:
     assert Policy.parse(half) is PRESETS["binary16"]
     assert Rule(rounding=half, accumulate=half) == Rule(rounding="binary16", accumulate="binary16")
-    assert Rule(operands=half, gradient=half) == Rule(operands="binary16", gradient="binary16")
+    spelled = Rule(operands=half, rounding=half, gradient=half)
+    assert spelled == Rule(operands="binary16", rounding="binary16", gradient="binary16")
     rules = Policy.from_dict({"name": "p", "rules": [{"rounding": half, "accumulate": torch.float32}]}).rules
     assert rules == (Rule(rounding="binary16", accumulate="binary32"),)
 
