@@ -76,7 +76,6 @@ _REPLACED: Final = (
     ("torch.fx.experimental.symbolic_shapes", "ShapeEnv", "__init__"),
     ("torch._subclasses.functional_tensor", "FunctionalTensor", "__new__"),
     ("torch._subclasses.fake_tensor", "FakeTensorConverter", "from_real_tensor"),
-    ("torch.distributions", "Distribution", "_validate_args"),
 )
 # How many cases are left to --long.
 _LEFT: Final = pytest.StashKey[int]()
