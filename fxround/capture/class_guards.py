@@ -100,8 +100,10 @@ def _names(cls: type) -> list[list[str]]:
 
 def _is_own(cls: type | None) -> bool:
     """Whether Python code made a class that is no module, and not PyTorch's."""
-    return cls is not None and bool(cls.__flags__ & _HEAP) and not (
-        issubclass(cls, nn.Module) or cls.__module__.startswith("torch.")
+    return (
+        cls is not None
+        and bool(cls.__flags__ & _HEAP)
+        and not (issubclass(cls, nn.Module) or cls.__module__.startswith("torch."))
     )
 
 

@@ -71,8 +71,6 @@ _INEXACT: Final = float | np.floating | complex | list | tuple | set | frozenset
 _LIBRARIES: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-
-
 @dataclass(frozen=True)
 class Guards:
     """The compiled guards of one graph, and what is compared besides.

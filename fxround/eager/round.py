@@ -23,10 +23,10 @@ from fxround.eager.blocks import draws, in_blocks, operands_of_elements, pieces,
 from fxround.errors import shown, type_of
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement
-from fxround.kernels.scaled import clamped_program
+from fxround.kernels.scaled import clamped_program, estimated_program
 from fxround.numerics.formats import Format, spelt
 from fxround.numerics.formats.scaled import ScaledRounding, any_rounding
-from fxround.numerics.gradients import STRAIGHT, Gradient, clamps, clamps_elements, unclamped
+from fxround.numerics.gradients import STRAIGHT, Gradient, unclamped
 from fxround.numerics.modes import Rounding
 from fxround.runtime import buffers
 from fxround.runtime.draw import Draw
@@ -89,9 +89,11 @@ def round(
         out: a tensor or array of x's type, shape and dtype that receives the result. It is x itself, or shares no
             memory with x.
         gradient: what happens to the gradient of a tensor: ``"straight_through"``; ``"zero_clamped"`` (zero where the
-            rounding clamped); a rounding, which rounds the gradient with random bits of its own; or the last two, for
-            example ``"zero_clamped e5m2/stochastic"``. An element of a scaled format is clamped
-            if its quotient by the scale, rounded as if elements had any size, is beyond the largest one.
+            rounding clamped); ``"estimate"`` (multiplied by the derivative of a smooth curve between the neighbours of
+            each number: Wang et al., ICML 2025, with k = 5, at most 3); a rounding, which rounds the gradient with
+            random bits of its own; or one of both and a rounding, for example ``"zero_clamped e5m2/stochastic"``. An
+            element of a scaled format is clamped if its quotient by the scale, rounded as if elements had any size, is
+            beyond the largest one. Factors and scales are constants to further derivatives.
         dim: the dimension along which the blocks of a scaled format run; for ``:channel``, the dimensions in which all
             elements share a scale. None: the last.
 
@@ -102,9 +104,9 @@ def round(
         TypeError: for another type of operand, an array of another dtype, or a ``dim`` of another type.
         IndexError: for a ``dim`` that the operand lacks.
         ValueError: for an unknown format or mode (the message names the nearest), a precision or range that the carrier
-            cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, a ``dim`` where no format is scaled, an
-            ``out`` of another shape or dtype, one that needs a gradient, and an ``out`` whose elements share memory
-            with each other or with other elements of x.
+            cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, ``"estimate"`` for one to a table or a
+            posit or with jitter, a ``dim`` where no format is scaled, an ``out`` of another shape or dtype, one that
+            needs a gradient, and an ``out`` whose elements share memory with each other or with other elements of x.
 
     Example::
 
@@ -161,9 +163,8 @@ def _parsed(rounding: Any, gradient: Any, dim: Any) -> tuple[Rounding | ScaledRo
     parsed, how = any_rounding(rounding), Gradient.parse(gradient)
     if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
         raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
-    can_clamp = clamps_elements(parsed) if isinstance(parsed, ScaledRounding) else clamps(parsed)
-    if how.zero_clamped and not can_clamp:
-        raise ValueError(f"gradient = {str(how)!r}: {parsed} clamps nothing; a rounding to .../saturate does")
+    if not how.applies(parsed):
+        raise ValueError(f"gradient = {str(how)!r}: {how.refusal(parsed)}")
     if dim is not None and not any(isinstance(r, ScaledRounding) for r in (parsed, how.rounding)):
         raise ValueError(
             f"dim is {shown(dim)}: {parsed} is not scaled; leave dim away, or name a format such as 'mxfp8'"
@@ -181,6 +182,13 @@ def _clamped(
     _, operands = operands_of_elements(x.resolve_neg(), rounding, dims)
     program = clamped_program(rounding, Format.parse(FORMAT_OF[x.dtype]))
     return run_map(program, operands, x.dtype, Draw(seed, sample, stream)) > 0
+
+
+def _slopes(x: Tensor, rounding: Rounding | ScaledRounding, dims: tuple[int, ...]) -> Tensor:
+    """Return the estimated derivative of a rounding at each element."""
+    x = x.resolve_neg()
+    operands = [x] if isinstance(rounding, Rounding) else operands_of_elements(x, rounding, dims)[1]
+    return run_map(estimated_program(rounding, Format.parse(FORMAT_OF[x.dtype])), operands, x.dtype, Draw())
 
 
 def _as_tensor(x: FloatArray) -> Tensor:
@@ -299,15 +307,16 @@ def _differentiable(
 
 
 class _Round(torch.autograd.Function):
-    """A rounding and where it clamped, if the gradient is zero there; ``torch.func`` transforms it too."""
+    """A rounding, and the factor of its gradient if it has one; ``torch.func`` transforms it too."""
 
     @staticmethod
     def forward(
         x: Tensor, rounding: Any, seed: int, sample: int, how: Gradient, stream: int, dims: Any
     ) -> tuple[Tensor, Tensor | None]:
         x = x.detach()
-        clamped = _clamped(x, rounding, seed, sample, stream, dims) if how.zero_clamped else None
-        return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims), clamped
+        factor = _clamped(x, rounding, seed, sample, stream, dims) if how.zero_clamped else None
+        factor = _slopes(x, rounding, dims) if how.estimated else factor
+        return _round_tensor(x, rounding, seed, sample, stream=stream, dims=dims), factor
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:
@@ -320,7 +329,7 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        g = _unclamped(ctx, gradients[0])
+        g = _weighted(ctx, gradients[0])
         if ctx.how.rounding is not None:
             g = _differentiable(g, ctx.how.rounding, *ctx.draw)
         return g, None, None, None, None, None, None
@@ -329,7 +338,7 @@ class _Round(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, None]:
         if ctx.how.rounding is not None:
             raise ValueError(f"gradient = {str(ctx.how)!r}: a tangent of forward mode is not rounded")
-        return _unclamped(ctx, tangents[0].clone()), None
+        return _weighted(ctx, tangents[0].clone()), None
 
     @staticmethod
     def vmap(
@@ -341,9 +350,12 @@ class _Round(torch.autograd.Function):
         return tuple(results), tuple(None if part is None else 0 for part in results)
 
 
-def _unclamped(ctx: Any, derivative: Tensor) -> Tensor:
-    """Return a gradient or a tangent, with zeros where the rounding clamped."""
-    return derivative.masked_fill(ctx.saved_tensors[0], 0.0) if ctx.how.zero_clamped else derivative
+def _weighted(ctx: Any, derivative: Tensor) -> Tensor:
+    """Return a gradient or a tangent, with zeros where the rounding clamped or times the estimated derivative."""
+    factors: tuple[Tensor, ...] = ctx.saved_tensors
+    for factor in factors:
+        derivative = derivative * factor if ctx.how.estimated else derivative.masked_fill(factor, 0.0)
+    return derivative
 
 
 @torch.library.custom_op("fxround::round_tensor", mutates_args=())
@@ -361,6 +373,12 @@ def _clamps(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims:
     return _clamped(x.detach(), any_rounding(rounding), seed, sample, stream, _dims(dims))
 
 
+@torch.library.custom_op("fxround::round_slopes", mutates_args=())
+def _estimates(x: Tensor, rounding: str, dims: Sequence[int] | None) -> Tensor:
+    """The estimated derivatives of ``round_tensor``."""
+    return _slopes(x.detach(), any_rounding(rounding), _dims(dims))
+
+
 @_operator.register_fake
 def _(x: Tensor, rounding: str, seed: int, sample: int, gradient: str, stream: int, dims: Any) -> Tensor:
     _parsed(rounding, gradient, dims)
@@ -372,17 +390,26 @@ def _(x: Tensor, rounding: str, seed: int, sample: int, stream: int, dims: Seque
     return x.new_empty(x.shape, dtype=torch.bool)
 
 
+@_estimates.register_fake
+def _(x: Tensor, rounding: str, dims: Sequence[int] | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, rounding, seed, sample, gradient, stream, dims = inputs
     ctx.said = rounding, seed, sample, gradient, stream, dims
-    ctx.save_for_backward(*([x] if Gradient.parse(gradient).zero_clamped else []))
+    how = Gradient.parse(gradient)
+    ctx.save_for_backward(*([x] if how.zero_clamped or how.estimated else []))
 
 
 def _differentiated(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     rounding, seed, sample, gradient, stream, dims = ctx.said
     how = Gradient.parse(gradient)
     for x in ctx.saved_tensors:
-        g = g.masked_fill(torch.ops.fxround.round_clamps(x, rounding, seed, sample, stream, dims), 0.0)
+        if how.estimated:
+            g = g * torch.ops.fxround.round_slopes(x, rounding, dims)
+        else:
+            g = g.masked_fill(torch.ops.fxround.round_clamps(x, rounding, seed, sample, stream, dims), 0.0)
     if how.rounding is not None:
         places = dims if isinstance(how.rounding, ScaledRounding) else None
         g = torch.ops.fxround.round_tensor(g, str(how.rounding), seed, sample, STRAIGHT, stream + 1, places)

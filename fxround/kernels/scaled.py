@@ -17,11 +17,13 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from fxround.kernels.program import Program, Statement
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.formats.fixed_point import integers
 from fxround.numerics.formats.scaled import ScaledFormat, ScaledRounding, Scaling
-from fxround.numerics.gradients import unclamped
+from fxround.numerics.gradients import SHARPNESS, STEEPEST, unclamped
 from fxround.numerics.modes import MODES, Rounding
 
 
@@ -155,6 +157,58 @@ def clamped_program(rounding: ScaledRounding, stored: Format) -> Program:
     below = written.add("where_lt", quotient, least, 1.0, 0.0, None)
     written.add("where_lt", most, quotient, 1.0, below, None)
     return Program(tuple(written.statements))
+
+
+@lru_cache(maxsize=1024)
+def estimated_program(rounding: Rounding | ScaledRounding, stored: Format) -> Program:
+    """Return the program of the derivative that ``numerics.gradients`` estimates; operands as for ``element_program``.
+
+    Each step is rounded to nearest in the carrier, the result to the format in which it is stored. The neighbours are
+    those of the quotient of element and scale.
+    """
+    written, nearest = _Statements(), _nearest(carrier_of(stored))
+    if isinstance(rounding, ScaledRounding):
+        value, grid, span = _quotient(written, rounding, nearest), rounding.format.element, _span(rounding.format)
+    else:
+        value, grid, span = "x0", rounding.format, None
+    sides = [Rounding(grid, MODES[mode], "saturate") for mode in ("toward_negative", "toward_positive")]
+    if span is None:
+        low, high = (written.add("identity", value, side) for side in sides)
+    else:
+        wide = (written.add("identity", value, unclamped(side)) for side in sides)
+        low, high = (written.add("clamp", side, *span, None) for side in wide)
+    above, below = written.add("sub", value, low, nearest), written.add("sub", high, value, nearest)
+    step = written.add("sub", high, low, nearest)
+    centered = written.add("abs", written.add("sub", above, below, nearest), None)
+    place = written.add("div", centered, step, nearest)
+    power = _in(nearest.format, 1 / SHARPNESS - 1)
+    flattest = _in(nearest.format, 1 / SHARPNESS)
+    slope = written.add("mul", written.add("pow", place, power, nearest), flattest, nearest)
+    slope = written.add("clamp", slope, 0.0, STEEPEST, None)
+    on_grid = written.add("where_eq", value, low, flattest, 0.0, None)
+    slope = written.add("where_eq", low, high, on_grid, slope, None)
+    written.add("identity", slope, _nearest(stored))
+    return Program(tuple(written.statements))
+
+
+def _quotient(written: _Statements, rounding: ScaledRounding, nearest: Rounding) -> str:
+    """Write an element's quotient by its scale, plus the zero point; return its target."""
+    form, scaling = rounding.format, rounding.format.scaling
+    if scaling is None:
+        return "x0" if form.unit is None else written.add("div", "x0", form.unit, nearest)
+    quotient = written.add("mul" if scaling.how in ("inverse", "delayed") else "div", "x0", "x1", nearest)
+    return written.add("add", quotient, "x2", nearest) if scaling.how == "affine" else quotient
+
+
+def _span(form: ScaledFormat) -> tuple[float, float] | None:
+    """Return the ends of the elements where they are not those of their format."""
+    affine = form.scaling is not None and form.scaling.how == "affine"
+    return (0.0, form.element.maximum) if affine else form.span
+
+
+def _in(fmt: Format, constant: float) -> float:
+    """Return a constant to nearest in binary32 or binary64."""
+    return constant if fmt == FORMATS["binary64"] else float(np.float32(constant))
 
 
 @lru_cache(maxsize=1024)

@@ -2,8 +2,9 @@
 
 A rounding that zeroes the gradient of what it clamps becomes two: one of the same precision and unbounded range,
 followed by the policy's own, which changes only what overflowed. The gradient is filled with zeros where the first
-result exceeds the maximum (``masked_fill(g, |m| > 448, 0)`` for e4m3fn), and is then rounded if the policy says so. The
-pass removes all marks. The result has the bits of the single rounding: the first of the two draws the same random bits
+result exceeds the maximum (``masked_fill(g, |m| > 448, 0)`` for e4m3fn), and is then rounded if the policy says so. An
+estimated derivative is a program of the value before it is rounded, by which the gradient is multiplied. The pass
+removes all marks. The result has the bits of the single rounding: the first of the two draws the same random bits
 and rounds to the same multiples, and the second does not move exact values.
 """
 
@@ -19,13 +20,13 @@ from fxround.errors import UnsupportedRounding
 from fxround.graph.dialect import Pointwise, loops_of, read
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
 from fxround.graph.site import META, Site, site
-from fxround.kernels.scaled import clamped_program
+from fxround.kernels.scaled import clamped_program, estimated_program
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.numerics.gradients import Gradient, clamps, clamps_elements, unclamped
 from fxround.numerics.modes import MODES, Rounding
 from fxround.passes.inject_faults import before_flips
-from fxround.passes.rewrite import ROUND, Plan, become, decided, insert, round_after, rounded
+from fxround.passes.rewrite import ROUND, Plan, become, decided, insert, rng_of, round_after, rounded
 from fxround.passes.scaled_results import round_in_blocks
 from fxround.policy import Assignment
 
@@ -62,6 +63,9 @@ def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
             _zero_clamped_elements(graph, value, gradient, blocks)
         elif how.zero_clamped and clamps(value.rounding):
             _zero_clamped(graph, value, gradient)
+        # A selection chooses among values that were rounded before.
+        if how.estimated and value.place.kind != "exact":
+            _estimated(graph, value, gradient)
         if how.rounding is not None:
             _round(graph, gradient, value, how.rounding)
     for node in [node for node in graph.graph.nodes if node.target in (MARKED, MARKED_GRADIENT)]:
@@ -111,17 +115,73 @@ def _moved(graph: fx.GraphModule, value: _Rounded, source: fx.Node, last: fx.Nod
 
 def _zero_clamped_elements(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node, blocks: ScaledRounding) -> None:
     """Fill the gradient with zeros where an element of a block was clamped."""
-    call = read(value.node)
-    if not isinstance(call, Pointwise) or not clamps_elements(blocks):
+    elements, dtype = _elements(value), value.node.meta["val"].dtype
+    if elements is None or not clamps_elements(blocks):
         return
-    elements = read(before_flips(call.xs[0])) if value.assignment.faults is not None else call
-    assert isinstance(elements, Pointwise)
-    program = clamped_program(blocks, Format.parse(FORMAT_OF[call.dtype]))
-    flags = Pointwise(elements.xs, str(program), call.dtype, call.rng, call.node)
-    flag = insert(graph, gradient, flags.overload, flags.arguments())
-    flag.meta[META] = replace(value.place, operator=ROUND, kind="operand", status="rounded", reason="")
+    program = clamped_program(blocks, Format.parse(FORMAT_OF[dtype]))
+    flags = Pointwise(elements.xs, str(program), dtype, elements.rng, elements.node)
+    flag = _written(graph, gradient, value.place, flags)
     clamped = insert(graph, gradient, aten.gt.Scalar, (_moved(graph, value, flag, value.node, gradient), 0.0))
     gradient.update_arg(0, insert(graph, gradient, aten.masked_fill.Scalar, (gradient.args[0], clamped, 0.0)))
+
+
+def _elements(value: _Rounded) -> Pointwise[fx.Node] | None:
+    """Return the call that rounds the elements of a value in blocks, before bits of them flip."""
+    call = read(value.node)
+    if isinstance(call, Pointwise) and value.assignment.faults is not None:
+        call = read(before_flips(call.xs[0]))
+    return call if isinstance(call, Pointwise) else None
+
+
+def _estimated(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> None:
+    """Multiply the gradient by the estimated derivative of a rounding."""
+    blocks, node = value.assignment.blocks, value.node
+    rounding, dtype, xs = blocks or value.rounding, node.meta["val"].dtype, [node]
+    if not value.assignment.gradient.applies(rounding):
+        return
+    final = node
+    if blocks is not None:
+        elements = _elements(value)
+        if elements is None:
+            return
+        xs = list(elements.xs)
+    elif node.op == "placeholder":
+        # It enters as it is, and every reader has the rounded one.
+        final = round_after(graph, node, value.rounding, value.place.number)
+        final.meta[META] = replace(final.meta[META], kind="pointwise")
+        node.meta[META] = replace(value.place, assignment=_to_nearest(value.assignment, dtype))
+    else:
+        xs = [_unrounded(graph, value)]
+    program = estimated_program(rounding, Format.parse(FORMAT_OF[dtype]))
+    slope = _written(graph, gradient, value.place, Pointwise(xs, str(program), dtype, rng_of(graph), 0))
+    slope = _moved(graph, value, slope, final, gradient)
+    at, own, source = site(gradient), gradient.meta["val"].dtype, gradient.args[0]
+    assert at is not None and isinstance(source, fx.Node)
+    once = _to_nearest(value.assignment, own)
+    product = Pointwise([source, slope], f"t0 = mul(x0, x1) @ {once.rounding}", own, rng_of(graph), 0)
+    gradient.update_arg(0, _written(graph, gradient, replace(at, assignment=once), product))
+
+
+def _to_nearest(assignment: Assignment, dtype: torch.dtype) -> Assignment:
+    """Return the assignment of a value that is rounded to its own dtype, and no further."""
+    rounding = Rounding(Format.parse(FORMAT_OF[dtype]), MODES["nearest_even"], "inf")
+    return replace(assignment, rounding=rounding, gradient=Gradient(), blocks=None, faults=None)
+
+
+def _unrounded(graph: fx.GraphModule, value: _Rounded) -> fx.Node:
+    """Insert the operation of a value again, which rounds to its dtype, and return it."""
+    node = value.node
+    with graph.graph.inserting_after(node):
+        again = graph.graph.node_copy(node)
+    again.meta[META] = replace(value.place, assignment=_to_nearest(value.assignment, node.meta["val"].dtype))
+    return again
+
+
+def _written(graph: fx.GraphModule, near: fx.Node, place: Site, call: Pointwise[fx.Node]) -> fx.Node:
+    """Insert a call of a program that draws nothing before a node."""
+    new = insert(graph, near, call.overload, call.arguments())
+    new.meta[META] = replace(place, operator=ROUND, kind="operand", status="rounded", reason="")
+    return new
 
 
 def _round(graph: fx.GraphModule, gradient: fx.Node, value: _Rounded, rounding: Rounding | ScaledRounding) -> None:

@@ -12,7 +12,7 @@ from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format, spelt
 from fxround.numerics.formats.scaled import ScaledRounding, any_rounding, is_scaled
 from fxround.numerics.formats.storage import QUARTERS, own_overflow
-from fxround.numerics.gradients import STRAIGHT, ZEROED, Gradient, clamps, clamps_elements
+from fxround.numerics.gradients import ESTIMATED, STRAIGHT, ZEROED, Gradient
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 from fxround.spelling import nearest, selects
@@ -99,8 +99,9 @@ class Rule:
     order       of a reduction: "sequential", "lanes:n" or "exact"
     optional    whether the rule may match nothing; False: that is an error
     direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
-    gradient    what the rounding does to the gradient that passes it: "straight_through", "zero_clamped", a rounding,
-                or "zero_clamped" and a rounding. Gradients pass the roundings of ``operands`` straight through
+    gradient    what the rounding does to the gradient that passes it: "straight_through", "zero_clamped", "estimate", a
+                rounding, or "zero_clamped" or "estimate" and a rounding. Gradients pass the roundings of ``operands``
+                straight through
     operands    the rounding of the operands before the operation, also to a scaled format ("mxfp8"), or "identity";
                 role and direction are then those of the operand. A backward operation reads the rounded value that the
                 forward operation read, except that the blocks of a scaled format run along the sum of each operation
@@ -183,22 +184,17 @@ class Rule:
         return " ".join([brief(self.match) or '""', *where, "->", *said])
 
     def _full_gradient(self) -> str | None:
-        """Return the gradient's text in full. Raises PolicyError for zeros if the rounding clamps nothing."""
+        """Return the gradient's text in full. Raises PolicyError for a factor that the rounding does not have."""
         if self.gradient is None:
             return None
         _parsed(lambda text: Gradient.parse(with_dtype(text, "binary32")), self.gradient, "gradient")
-        words = [w if w in (STRAIGHT, ZEROED) else _full_rounding(w) for w in str(self.gradient).split()]
-        if ZEROED in words and self.rounding not in (None, IDENTITY):
-            if is_scaled(self.rounding):
-                if not clamps_elements(ScaledRounding.parse(str(self.rounding))):
-                    raise PolicyError(f"gradient = {shown(self.gradient)}: {self.rounding} clamps nothing")
-                return " ".join(words)
-            rounding = resolve(str(self.rounding), "binary32")
-            if not clamps(rounding):
-                raise PolicyError(
-                    f"gradient = {shown(self.gradient)}: {self.rounding} clamps nothing; write {rounding.format}/"
-                    f"{'nearest_even' if rounding.mode.jitter else rounding.mode}/saturate"
-                )
+        words = [w if w in (STRAIGHT, ZEROED, ESTIMATED) else _full_rounding(w) for w in str(self.gradient).split()]
+        if self.rounding not in (None, IDENTITY):
+            how = Gradient.parse(" ".join(w for w in words if w in (ZEROED, ESTIMATED)) or STRAIGHT)
+            scaled = is_scaled(self.rounding)
+            rounding = ScaledRounding.parse(str(self.rounding)) if scaled else resolve(str(self.rounding), "binary32")
+            if not how.applies(rounding):
+                raise PolicyError(f"gradient = {shown(self.gradient)}: {how.refusal(rounding)}")
         return " ".join(words)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import gmpy2
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import fxround
 from fxround import Policy, Rule
 from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
+from fxround.numerics.formats import Format
 from fxround.numerics.gradients import Gradient, unclamped
 from fxround.numerics.modes import Rounding
 
@@ -88,9 +90,169 @@ def test_mistakes_are_reported() -> None:
         fxround.round(x.numpy(), "e4m3fn", gradient="e5m2")
 
 
-@pytest.mark.parametrize("text", ["straight_through", "zero_clamped", "e5m2/stochastic:3/inf", "zero_clamped bfloat16"])
+@pytest.mark.parametrize(
+    "text",
+    ["straight_through", "zero_clamped", "estimate", "e5m2/stochastic:3/inf", "zero_clamped bfloat16", "estimate e5m2"],
+)
 def test_a_gradient_is_its_text(text: str) -> None:
     assert Gradient.parse(str(Gradient.parse(text))) == Gradient.parse(text)
+
+
+# ---- the estimated derivative ----
+
+
+def derivatives(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Of the curve between the neighbours of x among all values of a format, each step rounded to x's dtype.
+
+    The power is MPFR's, which rounds once to binary32 or binary64.
+    """
+    dtype = x.dtype.type
+    context = gmpy2.context(precision=24, emin=-148, emax=128, subnormalize=True)
+    if dtype is np.float64:
+        context = gmpy2.context(precision=53, emin=-1073, emax=1024, subnormalize=True)
+    values = np.unique(values.astype(dtype))
+    wanted = []
+    for number in x:
+        if np.isnan(number):
+            wanted.append(dtype(np.nan))
+            continue
+        below, above = values[values <= number], values[values >= number]
+        if not len(below) or not len(above):
+            wanted.append(dtype(0.0))  # beyond the ends
+            continue
+        low, high = below[-1], above[0]
+        if low == high:
+            wanted.append(dtype(0.2))
+            continue
+        place = np.abs((number - low) - (high - number)) / (high - low)
+        with gmpy2.context(context):
+            power = gmpy2.mpfr(float(place)) ** gmpy2.mpfr(float(dtype(-0.8)))
+        wanted.append(min(dtype(float(power)) * dtype(0.2), dtype(3.0)))
+    return np.array(wanted, dtype)
+
+
+def values_of(form: Format) -> np.ndarray:
+    positive = np.array([float(v) for v in form.magnitudes()])
+    return np.concatenate([-positive, positive]) if form.signed else positive
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["e2m1fn", "e4m3fn", "e5m2", "ue5m3", "ieee(3,3)"])
+def test_the_estimated_derivative_is_that_of_the_curve(name: str, dtype: torch.dtype) -> None:
+    form = Format.parse(name)
+    values = values_of(form)
+    top = float(values.max())
+    drawn = torch.randn(500, generator=torch.Generator().manual_seed(1), dtype=dtype) * min(top / 2, 8.0)
+    middle = torch.tensor((np.unique(values)[1:] + np.unique(values)[:-1]) / 2, dtype=dtype)
+    ends = torch.tensor([top, -top, 1.1 * top, math.inf, -math.inf, math.nan, 0.0, 1e-30], dtype=dtype)
+    x = torch.cat([drawn, middle, torch.tensor(values, dtype=dtype), ends]).requires_grad_()
+    for mode in ("nearest_even", "stochastic"):
+        x.grad = None
+        y = fxround.round(x, f"{name}/{mode}/saturate", seed=3, gradient="estimate")
+        assert torch.equal(y.nan_to_num(7), fxround.round(x.detach(), f"{name}/{mode}/saturate", seed=3).nan_to_num(7))
+        y.sum().backward()
+        assert x.grad is not None
+        wanted = derivatives(x.detach().numpy(), values)
+        # Powers of binary64 are faithful, within 0.7 ulp (docs/functions.md); those of binary32 are rounded once.
+        error = 2.0**-51 if dtype == torch.float64 else 0.0
+        np.testing.assert_allclose(x.grad.numpy(), wanted, rtol=error, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "text, unit, elements",
+    [
+        ("int4:scale=0.25", 0.25, range(-7, 8)),
+        ("uint4:scale=0.5,zero=3", 0.5, range(-3, 13)),
+        ("fixed(6,2)", 1.0, [i / 4 for i in range(-32, 32)]),
+        ("mxfp4", 0.5, [s * m for s in (-1, 1) for m in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]),
+    ],
+)
+def test_the_curve_of_scaled_elements_is_that_of_their_quotients(text: str, unit: float, elements: Any) -> None:
+    """All scales are powers of two, so that quotients are exact; that of mxfp4 is 2^(1 - 2) for 2 <= max < 4."""
+    drawn = torch.randn(4, 31, generator=torch.Generator().manual_seed(2))
+    x = torch.cat([drawn.clamp(-2, 2), torch.full((4, 1), 2.5)], 1).requires_grad_()
+    fxround.round(x, text, gradient="estimate").backward(torch.full((4, 32), 2.0))
+    quotients = (x.detach() / unit).flatten().numpy()
+    wanted = 2 * derivatives(quotients, np.array(list(elements), dtype=np.float64))
+    assert x.grad is not None
+    np.testing.assert_array_equal(x.grad.flatten().numpy(), wanted)
+
+
+class Scaled(nn.Module):
+    """A linear layer, a function and a selection of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.layer(x) + 0.25) * 0.0078125
+
+
+@pytest.mark.parametrize("gradient", ["estimate", "estimate e5m2"])
+def test_a_compiled_graph_estimates_derivatives_as_roundings_composed_by_hand(gradient: str) -> None:
+    """Of parameters and results; a selection, which rounds nothing, passes its gradient on."""
+    module = Scaled()
+    for i, p in enumerate(module.parameters()):
+        p.data = short(*p.shape, seed=i, scale=4)
+    x = short(2, 5, 3, seed=5, scale=4)
+
+    def by_hand(x: Tensor) -> Tensor:
+        w = fxround.round(module.layer.weight, RW, gradient=gradient)
+        product = fxround.round(Linear.apply(x, w), R, gradient=gradient)  # type: ignore[no-untyped-call]
+        y = fxround.round(product + 0.25, R, gradient=gradient)
+        return fxround.round(F.relu(y) * 0.0078125, R, gradient=gradient)
+
+    compiled = fxround.compile(module, policy(gradient))
+    results: list[list[Tensor]] = []
+    for function in (by_hand, compiled):
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        y = function(leaf)
+        y.backward(short(*y.shape, seed=6, bits=3))
+        results.append([y.detach(), leaf.grad, *(p.grad for p in module.parameters())])  # type: ignore[list-item]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    plain = fxround.compile(module, policy("straight_through"))
+    assert torch.equal(plain(x), results[1][0]), "no bit of the result changes"
+
+
+def test_a_compiled_graph_estimates_derivatives_of_blocks() -> None:
+    module, x = nn.Linear(32, 5, bias=False), torch.randn(6, 32)
+    rule = Rule(role="weight", rounding="nvfp4")
+    gradients = []
+    for rules in ((rule,), (rule, Rule(role="weight", gradient="estimate"))):
+        module.zero_grad()
+        fxround.compile(module, Policy("p", (Rule(accumulate="dtype"), *rules)))(x).sum().backward()
+        assert module.weight.grad is not None
+        gradients.append(module.weight.grad.clone())
+    w = module.weight.detach().requires_grad_()
+    fxround.round(w, "nvfp4", gradient="estimate").sum().backward()
+    assert w.grad is not None and torch.equal(gradients[1], gradients[0] * w.grad) and not torch.equal(*gradients)
+
+
+def test_a_traced_rounding_estimates_as_a_plain_call() -> None:
+    x = torch.randn(4, 32)
+
+    def function(x: Tensor) -> Tensor:
+        return fxround.round(x, "mxfp4", gradient="estimate") * 3
+
+    grads = []
+    for f in (function, torch.compile(function, backend="aot_eager", fullgraph=True), torch.func.vmap(function)):
+        leaf = x.clone().requires_grad_()
+        f(leaf).sum().backward()
+        assert leaf.grad is not None
+        grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert torch.equal(torch.func.jvp(function, (x,), (torch.ones_like(x),))[1], grads[0])
+
+
+@pytest.mark.parametrize("text", ["posit(8,1)", "nf4", "e4m3fn/up_down", "fixed(6,2)/nearest_even/wrap"])
+def test_what_has_no_curve_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="has no smooth curve: that needs a floating-point format"):
+        fxround.round(torch.zeros(3), text, gradient="estimate")
+    with pytest.raises(fxround.PolicyError, match="has no smooth curve"):
+        Rule(rounding=text, gradient="estimate")
 
 
 # ---- policies, against hand-composed roundings under eager autograd ----

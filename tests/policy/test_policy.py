@@ -189,7 +189,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Rule(gradient="zero_clampd"), "did you mean 'zero_clamped'"),
         (
             lambda: Rule(gradient="e5m2 zero_clamped"),
-            "expected straight_through, zero_clamped, a rounding, or the last",
+            "expected straight_through, zero_clamped, estimate, a rounding, or",
         ),
         (
             lambda: Rule(rounding="e4m3fn", gradient="zero_clamped"),
