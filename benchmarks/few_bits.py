@@ -157,7 +157,8 @@ STUDIES: Final[dict[str, tuple[Callable[[int], Study], str]]] = {
 }
 
 
-def _logits(model: nn.Module, batches: list[tuple[Tensor, ...]]) -> Tensor:
+def logits_of(model: nn.Module, batches: list[tuple[Tensor, ...]]) -> Tensor:
+    """Return the logits of all rows: [n, classes]."""
     with torch.no_grad():
         logits = torch.cat([model(*batch) for batch in batches])
     return logits.flatten(0, -2)
@@ -175,7 +176,7 @@ def runs(name: str, seeds: int, done: set[tuple[Any, ...]]) -> Iterator[dict[str
         if not plans:
             continue
         study = build(seed)
-        original = _logits(study.model, study.held)
+        original = logits_of(study.model, study.held)
         for bits, method in plans:
             started, small = time.process_time(), study.model
             if method != "float32":
@@ -184,7 +185,7 @@ def runs(name: str, seeds: int, done: set[tuple[Any, ...]]) -> Iterator[dict[str
                 policy = Policy(f"{bits} bits", tuple(rules))
                 options = METHODS[method]
                 small = fxround.quantize_weights(study.model, policy, study.data, method, seed=seed, **options)
-            logits = _logits(small, study.held)
+            logits = logits_of(small, study.held)
             yield {
                 "model": name,
                 "bits": bits,

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxround
 from benchmarks.published import __main__ as command
-from benchmarks.published import fuzzy, pychop, qpytorch, repdl
+from benchmarks.published import discquant, fuzzy, pychop, qpytorch, repdl
 from benchmarks.published.scenes import CELLS, Scenes, boxes_of, kept, mean_average_precision
 from benchmarks.tables import RESULTS
 from fxround import demo
@@ -136,3 +136,35 @@ def test_the_command_offers_the_models_that_there_are() -> None:
             assert rows[f"{form}, published"] == [f"{figure:.{digits}f}" for figure in figures]
             # What the page says: nearest keeps what a directed mode loses, and 8 bits upward the most.
             assert float(rows[f"{form}, weights"][0]) > float(rows["q52, weights"][1])
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FileNotFoundError, match=r"has no discq\.py; expected a clone of github"),
+        discquant.programs(tmp_path),
+    ):
+        pass
+
+
+def test_rows_of_several_runs_have_the_least_and_the_largest_figure() -> None:
+    runs = [(4.0, 0.1, 90.0, 7.0), (5.0, 0.2, 91.0, 8.4)]
+    assert discquant.row(2, "GPTQ, authors'", runs[:1]) == ["2", "GPTQ, authors'", "4.000", "0.1000", "90.0", "7"]
+    assert discquant.row(2, "DiscQuant", runs)[2:] == [
+        "4.500 (4.000 to 5.000)",
+        "0.1500 (0.1000 to 0.2000)",
+        "90.5 (90.0 to 91.0)",
+        "8 (7 to 8)",
+    ]
+
+
+def test_the_layers_that_both_programs_round_are_those_of_the_policy() -> None:
+    """One step of ours changes these weights and no others, and nearest gives both the same ones."""
+    model = discquant.trained(steps=1)
+    data = discquant.texts()[0][:4]
+    small = discquant.ours(model, data, 3, "nearest")
+    names = {f"{name}.weight" for name in discquant.rounded_layers(model)}
+    state = model.state_dict()
+    changed = {name for name, value in small.state_dict().items() if not torch.equal(value, state[name])}
+    assert changed == names and len(names) == 8
+    assert discquant.equal_weights(small, small) == 100.0
+    assert discquant.equal_weights(small, model) < 50

@@ -4,6 +4,7 @@ python -m benchmarks.published qpytorch [--seeds 5] [--write]
 python -m benchmarks.published pychop [--seeds 5] [--models cnn residual detector] [--write]
 python -m benchmarks.published fuzzy [--write]
 python -m benchmarks.published repdl [--data FOLDER] [--write]
+python -m benchmarks.published discquant --program FOLDER [--seeds 5] [--write]
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import torch
 from benchmarks.harness import machine, table
 from benchmarks.tables import RESULTS
 
-NAMES: Final = ("qpytorch", "pychop", "fuzzy", "repdl")
+NAMES: Final = ("qpytorch", "pychop", "fuzzy", "repdl", "discquant")
 MODELS: Final = ("cnn", "residual", "detector")
-SEEDED: Final = ("qpytorch", "pychop")
+SEEDED: Final = ("qpytorch", "pychop", "discquant")
 
 
 def main() -> None:
@@ -34,14 +35,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="store the tables under benchmarks/results")
     parser.add_argument("--data", type=Path, help="repdl: a folder with the files of MNIST, train-images-idx3-ubyte...")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="of pychop (default all)")
+    parser.add_argument("--program", type=Path, help="discquant: a clone of github.com/jerry-chee/DiscQuant")
     chosen = parser.parse_args()
     if chosen.data is not None and chosen.name != "repdl":
         parser.error("--data goes with repdl")
+    if (chosen.program is not None) != (chosen.name == "discquant"):
+        parser.error("discquant needs --program, a clone of its authors' repository, and nothing else takes it")
     if chosen.models and chosen.name != "pychop":
         parser.error("--models goes with pychop")
     torch.set_num_threads(1)
     seeded = chosen.name in SEEDED
     asked: list[Any] = [chosen.data] if chosen.name == "repdl" else [chosen.seeds] if seeded else []
+    asked = [chosen.program, *asked] if chosen.program else asked
     asked += [chosen.models] if chosen.models else []
     loads = [os.getloadavg()[0]]
     for named in importlib.import_module(f"benchmarks.published.{chosen.name}").tables(*asked):
@@ -50,6 +55,7 @@ def main() -> None:
             print(table(page["columns"], page["rows"]), flush=True)
         if chosen.write:
             said = f" --seeds {chosen.seeds}" if seeded else ""
+            said = f" --program FOLDER{said}" if chosen.program else said
             threads = ", one thread" if chosen.name != "repdl" else ""
             conditions = conditions_of(f"{chosen.name}{said}", f"{machine()}{threads}", loads)
             path = RESULTS / f"published_{chosen.name}.json"
