@@ -181,7 +181,7 @@ def runs(name: str, seeds: int, done: set[tuple[Any, ...]]) -> Iterator[dict[str
             started, small = time.process_time(), study.model
             if method != "float32":
                 rules = [Rule(operator="contraction", role="weight", operands=WIDTHS[bits])]
-                rules += [Rule(path, role="weight", operands="identity") for path in study.kept]
+                rules += [Rule(path, role="weight", operands="identity", optional=True) for path in study.kept]
                 policy = Policy(f"{bits} bits", tuple(rules))
                 options = METHODS[method]
                 small = fxround.quantize_weights(study.model, policy, study.data, method, seed=seed, **options)

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from fxround.compiler.executable import Entry
 from fxround.graph.site import PORT, Port, Site, site
-from fxround.module import compile
+from fxround.module import RoundedModule, compile
 from fxround.operators.rules import argument
 from fxround.passes.rewrite import source_of
 from fxround.passes.round_inputs import operands_of
@@ -115,10 +115,22 @@ def require_matrices(products: Sequence[Product], done: Collection[str]) -> str:
 
 
 class Stream:
-    """The runs of several batches through a model, side by side; ``model`` may change between two products."""
+    """The runs of several batches through a model, side by side; ``model`` may change between two products.
 
-    def __init__(self, model: nn.Module, calls: Sequence[ModelCall], names: Collection[str]) -> None:
-        self._compiled = compile(model, "identity", unroll_loops=True)
+    compiled: the model under the policy that leaves everything alone, with unrolled loops, or a model of which this one
+    is a copy with other numbers in its tensors; None captures the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Sequence[ModelCall],
+        names: Collection[str],
+        compiled: RoundedModule | None = None,
+    ) -> None:
+        self._compiled = compile(model, "identity", unroll_loops=True) if compiled is None else compiled
+        captured = [*self._compiled.source.parameters(), *self._compiled.source.buffers()]
+        self._own = {id(t): own for t, own in zip(captured, [*model.parameters(), *model.buffers()], strict=True)}
         self._model, self._calls, self._names = model, calls, names
 
     @torch.no_grad()
@@ -143,7 +155,8 @@ class Stream:
         graph, leaves = entry.lowered, pytree.tree_leaves((call.args, call.kwargs))
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         interpreter = fx.Interpreter(graph)
-        interpreter.args_iter = iter([*entry.entering(leaves), torch.zeros(2, dtype=torch.int64)])
+        entering = [self._own.get(id(value), value) for value in entry.entering(leaves)]
+        interpreter.args_iter = iter([*entering, torch.zeros(2, dtype=torch.int64)])
         for node in graph.graph.nodes:
             for position, name in self._weights_read(node):
                 value, operand = parameters[name], node.args[position]

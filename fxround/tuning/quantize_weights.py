@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxround.compiler.signature import require_module
 from fxround.errors import shown
-from fxround.module import compile
+from fxround.module import RoundedModule, compile
 from fxround.numerics.formats.scaled import ScaledRounding, short_name
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
@@ -107,9 +107,10 @@ def quantize_weights(
         batches = [_differentiable(call) for call in calls(model, data, batch_size)]
         _require_numbers(batches)
         result, original = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+        compiled = compile(original, parsed, unroll_loops=True)
         with torch.no_grad():
-            weights = _weights(result, parsed, batches[0])
-        task = Task(result, original, weights, batches, seed)
+            weights = _weights(compiled, parsed, batches[0])
+        task = Task(result, original, weights, batches, seed, compiled.with_policy("identity"))
         for name, weight in weights.items():
             task.set(name, weight.grid.nearest(weight.value))
         interrupted = _run(chosen, task, f"{type(model).__name__} {method}", progress)
@@ -150,10 +151,9 @@ def _require_numbers(batches: list[ModelCall]) -> None:
                 )
 
 
-def _weights(model: nn.Module, policy: Policy, call: ModelCall) -> dict[str, Weight]:
-    compiled = compile(model, policy, unroll_loops=True)
+def _weights(compiled: RoundedModule, policy: Policy, call: ModelCall) -> dict[str, Weight]:
     entry = compiled._entry(call.args, call.kwargs)
-    return weights_of(model, entry, pytree.tree_leaves((call.args, call.kwargs)), policy)
+    return weights_of(compiled.source, entry, pytree.tree_leaves((call.args, call.kwargs)), policy)
 
 
 def _run(method: Method, task: Task, label: str, shown: bool | None) -> bool:

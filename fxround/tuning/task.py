@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fxround.module import RoundedModule
 from fxround.significance.inputs import ModelCall
 from fxround.tuning.products import Stream
 from fxround.tuning.weights import Weight
@@ -24,6 +25,7 @@ class Task:
     weights    those that the policy rounds, by name
     calls      the data
     seed       of what a method draws
+    compiled   the original under the policy that leaves everything alone, with unrolled loops; both run its graph
     done       the weights that the method has chosen, each with the share that it left to nearest, or None
     """
 
@@ -32,6 +34,7 @@ class Task:
     weights: dict[str, Weight]
     calls: Sequence[ModelCall]
     seed: int
+    compiled: RoundedModule
     done: dict[str, float | None] = field(default_factory=dict)
 
     def write(self, name: str, value: Tensor, left: float | None = None) -> None:
@@ -51,7 +54,7 @@ class Task:
 
     def stream(self, model: nn.Module, names: Collection[str] | None = None) -> Stream:
         """Return the runs of all data through one of the copies."""
-        return Stream(model, self.calls, self.weights if names is None else names)
+        return Stream(model, self.calls, self.weights if names is None else names, self.compiled)
 
 
 class Method(Protocol):
