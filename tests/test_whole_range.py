@@ -28,6 +28,7 @@ from fxround.runtime import reference
 
 OPS = torch.ops.fxround
 WIDE = ["custom(51,-900,0x1p+1023,signed+inf+nan+zero)", "custom(30,-500,0x1p+600,signed+inf+nan+zero)"]
+WIDE += ["ieee(11,51)", "ieee(11,12)"]
 NARROW = [name for name in FORMATS if name != "binary64"] + ["binary32-flush", *WIDE]
 
 

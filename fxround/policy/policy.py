@@ -22,6 +22,7 @@ from fxround.numerics.faults import Faults
 from fxround.numerics.formats import FORMATS, Format, candidates, spelt
 from fxround.numerics.formats.names import other_numbers, own_name
 from fxround.numerics.formats.scaled import OTHERS, SCALED, SPELLINGS, ScaledRounding, is_scaled
+from fxround.numerics.formats.stored_bits import has_stored_bits
 from fxround.numerics.gradients import STRAIGHT, Gradient
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.modes import MODES, Rounding
@@ -231,7 +232,8 @@ class Policy:
         """Return the preset of this name, or the policy of a format or rounding.
 
         The policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate", "fp16") rounds every result, weight
-        and input with it, and accumulates in binary32. The policy of a scaled format ("mxfp8",
+        and input with it, and accumulates in binary32; that of ``sbits(t)`` accumulates in the dtype, or in binary32
+        for 16 bits. The policy of a scaled format ("mxfp8",
         "int8:channel/stochastic") rounds the operands of contractions, and leaves every result in its dtype. Raises
         PolicyError for an unknown name, with the known ones.
         """
@@ -241,6 +243,8 @@ class Policy:
         try:
             if is_scaled(name):
                 return of_operands(name, Rule(operands=name))
+            if has_stored_bits(name):
+                return in_format(name, name, WIDE)
             return in_format(name, Rounding.parse(name))
         except ValueError as error:
             if any(mark in name for mark in "/(:") or other_numbers(name):
@@ -312,12 +316,11 @@ class Policy:
             raise PolicyError("this is not a policy: its tables are nested too deeply") from None
 
 
-def in_format(name: str, rounding: Rounding) -> Policy:
-    """Round results, weights and inputs to a format, and accumulate in binary32."""
-    entering = tuple(
-        Rule(role=role, rounding=str(rounding), optional=True) for role in (*ENTERING, "error", "gradient")
-    )
-    return Policy(name, (Rule(rounding=str(rounding), accumulate="binary32", optional=True), *entering))
+def in_format(name: str, rounding: Rounding | str, accumulate: str = "binary32") -> Policy:
+    """Round results, weights and inputs to a format."""
+    text = str(rounding)
+    entering = tuple(Rule(role=role, rounding=text, optional=True) for role in (*ENTERING, "error", "gradient"))
+    return Policy(name, (Rule(rounding=text, accumulate=accumulate, optional=True), *entering))
 
 
 def of_operands(name: str, *rules: Rule) -> Policy:

@@ -12,6 +12,7 @@ from fxround.numerics.faults import Faults
 from fxround.numerics.formats import Format, spelt
 from fxround.numerics.formats.scaled import ScaledRounding, any_rounding, is_scaled
 from fxround.numerics.formats.storage import QUARTERS, own_overflow
+from fxround.numerics.formats.stored_bits import has_stored_bits, with_stored_bits
 from fxround.numerics.gradients import ESTIMATED, STRAIGHT, ZEROED, Gradient
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
@@ -187,12 +188,16 @@ class Rule:
         """Return the gradient's text in full. Raises PolicyError for a factor that the rounding does not have."""
         if self.gradient is None:
             return None
-        _parsed(lambda text: Gradient.parse(with_dtype(text, "binary32")), self.gradient, "gradient")
+        _parsed(lambda text: Gradient.parse(with_dtype(text, _wide_dtype(text))), self.gradient, "gradient")
         words = [w if w in (STRAIGHT, ZEROED, ESTIMATED) else _full_rounding(w) for w in str(self.gradient).split()]
         if self.rounding not in (None, IDENTITY):
             how = Gradient.parse(" ".join(w for w in words if w in (ZEROED, ESTIMATED)) or STRAIGHT)
             scaled = is_scaled(self.rounding)
-            rounding = ScaledRounding.parse(str(self.rounding)) if scaled else resolve(str(self.rounding), "binary32")
+            rounding = (
+                ScaledRounding.parse(str(self.rounding))
+                if scaled
+                else resolve(str(self.rounding), _wide_dtype(self.rounding))
+            )
             if not how.applies(rounding):
                 raise PolicyError(f"gradient = {shown(self.gradient)}: {how.refusal(rounding)}")
         return " ".join(words)
@@ -235,13 +240,13 @@ class Rule:
 
 
 def resolve(text: str, dtype: str) -> Rounding:
-    """Return the rounding of a text whose format may be ``dtype``.
+    """Return the rounding of a text whose format may be ``dtype``, or a number of stored bits.
 
     A dtype without infinities overflows as PyTorch's conversion to it does, unless the text asks for saturation or NaN.
     """
     head, _, rest = text.partition("/")
     if head != DTYPE:
-        return Rounding.parse(text)
+        return Rounding.parse(with_stored_bits(text, dtype))
     mode, _, overflow = rest.partition("/")
     if overflow in ("", "inf"):
         overflow = own_overflow(dtype)
@@ -261,8 +266,8 @@ def in_dtype(rounding: Rounding, dtype: str) -> Rounding:
 
 
 def with_dtype(text: str, dtype: str) -> str:
-    """Return the text of an accumulation with the word ``dtype`` replaced by the format."""
-    return re.sub(rf"\b{DTYPE}\b", dtype, text)
+    """Return the text of an accumulation with the word ``dtype``, and ``sbits(t)``, replaced by the dtype's formats."""
+    return with_stored_bits(re.sub(rf"\b{DTYPE}\b", dtype, text), dtype)
 
 
 def with_wide(text: str, dtype: str) -> str:
@@ -301,11 +306,12 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
                 f"{field} = {shown(str(text))}: {WIDE!r} is a format of accumulators; expected a format or {DTYPE!r}"
             )
         head = str(text).partition("/")[0]
-        if head != DTYPE:
+        if head != DTYPE and not has_stored_bits(head):
             _parsed(any_rounding, str(text), field)  # its messages know scaled formats too
         full: str = _parsed(_full_rounding, str(text), field)
         return full
-    _parsed(lambda t: Accumulation.parse(with_dtype(with_wide(t, "binary32"), "binary32")), str(text), field)
+    dtype = _wide_dtype(str(text))
+    _parsed(lambda t: Accumulation.parse(with_dtype(with_wide(t, dtype), dtype)), str(text), field)
     step, *options = str(text).split()
     words = (word.partition("=") for word in options)
     said = [f"{name}={value if name in ('chunk', 'faults') else _full_step(value)}" for name, _, value in words]
@@ -337,9 +343,15 @@ def _full_rounding(text: str) -> str:
 
 def _full_step(text: str) -> str:
     """Return the text of a rounding without scales, of an accumulator too, where fixed point is a format."""
-    word = text.partition("/")[0]
-    parsed = resolve(with_wide(text, DTYPE), "binary32")
-    return f"{word}/{parsed.mode}/{parsed.overflow}" if word in (DTYPE, WIDE) else str(parsed)
+    word = re.sub(r"\s", "", text.partition("/")[0])
+    parsed = resolve(with_wide(text, DTYPE), _wide_dtype(text))
+    depends = word in (DTYPE, WIDE) or has_stored_bits(word)
+    return f"{word}/{parsed.mode}/{parsed.overflow}" if depends else str(parsed)
+
+
+def _wide_dtype(text: object) -> str:
+    """Return a dtype for which a text can be parsed: one that stores as many bits as any, where it speaks of these."""
+    return "binary64" if has_stored_bits(text) else "binary32"
 
 
 def _parsed(parse: Any, text: str, field: str) -> Any:

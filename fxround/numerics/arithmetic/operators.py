@@ -36,7 +36,10 @@ from fxround.numerics.arithmetic.residuals import (
     exact_reciprocal,
     exact_root,
     exact_sum,
+    fused_below,
     fused_inside,
+    product_below,
+    quotient_below,
     to_odd,
     two_sum,
 )
@@ -67,6 +70,8 @@ from fxround.numerics.modes import MODES, Rounding
 
 _BINARY32: Final = FORMATS["binary32"]
 _BINARY64: Final = FORMATS["binary64"]
+# The least exponent of a format for which residuals do not underflow.
+_LEAST: Final = -900
 _WIDE_24: Final = _BINARY32.with_range_of(_BINARY64)
 HARDWARE: Final = "binary32/nearest_even/inf"
 """The rounding of the conversion from binary64 to binary32."""
@@ -81,8 +86,8 @@ class Operator:
     functions: ``sticky`` evaluates to within a stated bound, rounded to odd; ``rounded_by`` evaluates and applies a
     rule to the nearest value and what it lost; ``nearest`` is that nearest value; ``quick`` and ``single`` are
     short evaluations for binary32.
-    ``residual``: ``error`` is a fused residual of the first two operands, which can underflow. ``sign``: the sign, in
-    the highest bit, of an exact sum of zero that is rounded towards negative infinity.
+    ``below`` is ``wide`` for formats with an emin below -900, where the residual of ``wide`` can underflow. ``sign``:
+    the sign, in the highest bit, of an exact sum of zero that is rounded towards negative infinity.
     """
 
     name: str
@@ -95,7 +100,7 @@ class Operator:
     nearest: Callable[..., Expr] | None = None
     quick: Callable[..., Quick] | None = None
     single: Callable[..., Single] | None = None
-    residual: bool = False
+    below: Callable[..., Wide] | None = None
     sign: Callable[..., Expr] | None = None
 
 
@@ -150,11 +155,11 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
         lambda a, b: a - b,
         sign=lambda a, b: bits(a) | bits(negate(b)),
     ),
-    Operator("mul", 2, exact_product, lambda a, b: a * b, residual=True),
-    Operator("div", 2, exact_quotient, lambda a, b: a / b, residual=True),
-    Operator("reciprocal", 1, exact_reciprocal, lambda x: const(x.type, 1.0) / x, residual=True),
-    Operator("sqrt", 1, exact_root, sqrt, residual=True),
-    Operator("fma", 3, exact_fused, fma, residual=True, sign=lambda a, b, c: (bits(a) ^ bits(b)) | bits(c)),
+    Operator("mul", 2, exact_product, lambda a, b: a * b, below=product_below),
+    Operator("div", 2, exact_quotient, lambda a, b: a / b, below=quotient_below),
+    Operator("reciprocal", 1, exact_reciprocal, lambda x: const(x.type, 1.0) / x),
+    Operator("sqrt", 1, exact_root, sqrt),
+    Operator("fma", 3, exact_fused, fma, below=fused_below, sign=lambda a, b, c: (bits(a) ^ bits(b)) | bits(c)),
 )
 
 # Every pointwise operator by name. A row of _ARITHMETIC overrides an elementary function of the same name.
@@ -190,11 +195,6 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
         raise ValueError(
             f"{operator.name} on {operands} operands cannot be rounded to {shown(str(rounding))}: it needs two bits "
             "more than binary64 has; use a precision up to 51, a float32 result, or binary64 to nearest even or drawn"
-        )
-    if rounding.format.emin < -900 and operator.residual and rounding.mode.deterministic and "f64" in carriers[:2]:
-        raise ValueError(
-            f"{operator.name} on float64 operands cannot be rounded to {rounding}: its emin {rounding.format.emin} "
-            f"is so near binary64's that the lost part underflows; use an emin of -900 or more"
         )
 
 
@@ -326,7 +326,8 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
         return rarely(to_an_end, _before_rounding(operator, operands, _truncated(rounding)), nearest)
     if operator.sticky:
         return operator.wide(*operands).value if rounding.mode.graded else operator.sticky(*operands)
-    wide = operator.wide(*operands)
+    form = operator.below if operator.below is not None and rounding.format.emin < _LEAST else operator.wide
+    wide = form(*operands)
     nearest = operator.native(*operands) if operator.native else wide.value
     if rounding.mode.graded or (wide.error is None and wide.odd is None) or _keeps_sides(operator, operands, rounding):
         return nearest

@@ -3,7 +3,8 @@
 For binary32 operands the residual takes one or two operations, because nothing over- or underflows. For binary64
 operands the residual itself may: products and quotients are then judged with operands scaled to exponents around 0, and
 sums with the larger operand first. The sign is therefore right for all finite operands and every format whose quantum
-is 2^-950 or more; a residual below that is not zero and keeps its sign.
+is 2^-950 or more; a residual below that is not zero and keeps its sign. ``product_below``, ``quotient_below`` and
+``fused_below`` cost more, and are right for every format within binary64, whose least exponents may be binary64's own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ _BIAS: Final = 1023
 _FIELDS: Final = 2047
 # Beyond this difference of exponents the smaller addend of a product of two significands matters by its sign only.
 _APART: Final = 200
+# Results below 2^-900 are judged 2^600 times larger: the last bit of a product that does not round to zero is at least
+# 2^-1180.
+_SMALL: Final = 2.0**-900
+_RAISED: Final = 2.0**600
 # Added to sums of exponents that may be negative, so that they stay above zero.
 _OFFSET: Final = 8192
 
@@ -110,6 +115,38 @@ def exact_product(a: Expr, b: Expr) -> Wide:
     return Wide(value, select(gone, from_bits(bits(value) | 1), lost), size=lost)
 
 
+def product_below(a: Expr, b: Expr) -> Wide:
+    """Return a * b for a format of any exponents.
+
+    If the value is below 2^-900, the smaller operand is below 2^-450, so that it can be raised. Multiples of the last
+    bits of a and b, which are 2^-1180 or more unless the value is zero, are then normal numbers.
+    """
+    plain = exact_product(a, b)
+    if are_binary32(a, b):
+        return plain
+    assert plain.error is not None
+    swapped = absolute(a) < absolute(b)
+    large, small = select(swapped, b, a), select(swapped, a, b)
+    raised = fma(large, small * _RAISED, negate(plain.value * _RAISED))
+    low = (absolute(plain.value) < _SMALL) & ~plain.value.equals(0.0)
+    return Wide(plain.value, select(low, raised, plain.error), size=plain.size)
+
+
+def quotient_below(a: Expr, b: Expr) -> Wide:
+    """Return a / b for a format of any exponents.
+
+    If the value is subnormal or zero, |a| is at most 4 and b at least 2^-53, unless a is zero: a and the value can be
+    raised, and the remainder is a multiple of 2^-1180 before it is.
+    """
+    plain = exact_quotient(a, b)
+    if are_binary32(a, b):
+        return plain
+    assert plain.error is not None
+    raised = fma(negate(plain.value * _RAISED), b, a * _RAISED)
+    low = absolute(plain.value) < 2.0**-1022
+    return Wide(plain.value, select(low, from_bits(bits(raised) ^ (bits(b) & _SIGN)), plain.error), plain.size)
+
+
 def exact_quotient(a: Expr, b: Expr) -> Wide:
     """Return a / b. Where the quotient is normal, the sign comes from the division of the scaled significands."""
     value = a / b
@@ -151,6 +188,14 @@ def exact_fused(a: Expr, b: Expr, c: Expr) -> Wide:
     return Wide(plain.value, plain.error, odd=_fused_to_odd(a, b, c, plain.value))
 
 
+def fused_below(a: Expr, b: Expr, c: Expr) -> Wide:
+    """Return a * b + c for a format of any exponents."""
+    if are_binary32(a, b):
+        return fused_inside(a, b, c)
+    plain = _fused(a, b, c)
+    return Wide(plain.value, plain.error, odd=_fused_to_odd(a, b, c, plain.value, below=True))
+
+
 def fused_inside(a: Expr, b: Expr, c: Expr) -> Wide:
     """Return a * b + c for a product that is exact in binary64 and a sum that cannot overflow."""
     return two_sum(a * b, c)
@@ -186,10 +231,11 @@ def _significand(x: Expr) -> _Parts:
     return _Parts(from_bits((code & (_SIGN | _FRACTION)) | (_BIAS << 52)), select(small, field, field + 64))
 
 
-def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr) -> Expr:
+def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr, below: bool = False) -> Expr:
     """Return a * b + c rounded to odd in binary64.
 
-    A value below 2^-1022 is not rounded, but keeps its sign and is not zero.
+    A value below 2^-1022 is rounded to odd among the subnormal numbers if ``below``. Otherwise it is not rounded, but
+    keeps its sign and is not zero.
 
     With a and b scaled to [1, 2), their product is in [1, 4) and a multiple of 2^-104. c is scaled along, but to at
     most 2^200 times smaller or larger: beyond that the smaller addend is far below the last bit of the larger one, and
@@ -210,10 +256,20 @@ def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr) -> Expr:
     inside = (code & (_SIGN | _FRACTION)) | ((moved - _OFFSET) & _FIELDS) << 52
     largest = (_FIELDS << 52) - 1
     large = (code & _SIGN) | largest
-    scaled = select(moved <= _OFFSET, (code & _SIGN) | 1, select(moved >= _OFFSET + _FIELDS, large, inside))
+    least = _subnormal_to_odd(code, moved) if below else (code & _SIGN) | 1
+    scaled = select(moved <= _OFFSET, least, select(moved >= _OFFSET + _FIELDS, large, inside))
     # Where the product is zero, the sum is exactly zero, or an operand is not finite, the hardware's result is right.
     plain = a.equals(0.0) | b.equals(0.0) | sum_.equals(0.0) | ~(_finite(a) & _finite(b) & _finite(c))
     return select(plain, nearest, from_bits(scaled))
+
+
+def _subnormal_to_odd(code: Expr, moved: Expr) -> Expr:
+    """Return the encoding of a number rounded to odd; its exponent's field would be ``moved`` - 8192, zero or less."""
+    shift = minimum(select(moved <= _OFFSET, _OFFSET + 1 - moved, const("u64", 0)), const("u64", 54))
+    significand = (code & _FRACTION) | (1 << 52)
+    kept = significand >> shift
+    lost = ~(kept << shift).equals(significand)
+    return (code & _SIGN) | select(lost, kept | 1, kept)
 
 
 def _finite(x: Expr) -> Expr:

@@ -47,6 +47,7 @@ SPELT: Final = MappingProxyType(
         "fixed": "fixed(bits,fraction)",
         "ufixed": "ufixed(bits,fraction)",
         "bfp": "bfp(bits,block)",
+        "sbits": "sbits(bits)",
     }
 )
 _OTHER_TYPES: Final = re.compile(
