@@ -87,8 +87,15 @@ def labels(result: Any) -> Tensor:
 
 
 def class_dimension(x: Tensor) -> int:
-    """Return the dimension that holds the classes."""
-    return 2 if x.dim() == 3 else 1
+    """Return the dimension that holds the classes. Raises ValueError for a single class, which is always the greatest."""
+    where = 2 if x.dim() == 3 else 1
+    if x.shape[where] < 2:
+        raise ValueError(
+            f"the result of shape {tuple(x.shape)} has {x.shape[where]} class in dimension {where}; expected at least "
+            "two. Of one channel of logits x, return torch.cat([-x, x], 1), whose greatest class says whether x > 0, "
+            "or measure by a function of your own"
+        )
+    return where
 
 
 def _powers(sample: Any, reference: Any, call: ModelCall) -> Sums:
@@ -215,7 +222,15 @@ def _hits(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Count the labels that equal the targets of the data."""
     if not isinstance(call.target, Tensor):
         raise ValueError("accuracy needs targets: inputs that yield (x, target), as a DataLoader of a dataset does")
-    right = labels(sample) == call.target
+    found, target = labels(sample), call.target
+    if target.dim() == found.dim() + 1 and target.shape[1] == 1:
+        target = target.squeeze(1)
+    if target.shape != found.shape:
+        raise ValueError(
+            f"accuracy compares labels of shape {tuple(found.shape)} with targets of shape {tuple(call.target.shape)}; "
+            "expected one class for each label"
+        )
+    right = found == target
     return float(right.sum()), float(right.numel())
 
 

@@ -74,6 +74,29 @@ def test_labels_and_accuracy() -> None:
     assert labels(torch.zeros(2, 7, 3)).shape == (2, 7)
 
 
+@pytest.mark.parametrize("shape", [(10, 3), (3, 4, 8, 8), (3, 4, 6, 6, 6)])
+def test_targets_may_have_one_channel_and_are_not_broadcast(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=G)
+    target = x.argmax(1)
+    target[0] = (target[0] + 1) % shape[1]
+    right = 1 - 1 / shape[0]
+    for given in (target, target.unsqueeze(1)):
+        assert value("accuracy", x, x, ModelCall((), target=given)) == pytest.approx(right, rel=1e-12)
+    for given in (target[:1], target.flatten()[:1], target.unsqueeze(-1).unsqueeze(-1)):
+        with pytest.raises(ValueError, match="expected one class for each label"):
+            value("accuracy", x, x, ModelCall((), target=given))
+
+
+@pytest.mark.parametrize("name", ["label_flips", "top_k", "accuracy", "dice", "dice_pairs", "kl"])
+def test_one_channel_has_no_labels(name: str) -> None:
+    """The greatest of one class is always the same: nothing could ever change."""
+    x, r = pair(2, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"has 1 class in dimension 1; expected at least two\. .*torch\.cat"):
+        value(name, x, r, ModelCall((), target=(r > 0).long()))
+    two = torch.cat([-x, x], 1)
+    assert torch.equal(labels(two).bool(), x[:, 0] > 0)
+
+
 def test_top_k_counts_the_shared_classes() -> None:
     x, r = pair(30, 20, spread=1.0)
     shared = [len(set(a.topk(5).indices.tolist()) & set(b.topk(5).indices.tolist())) for a, b in zip(x, r, strict=True)]
