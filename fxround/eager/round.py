@@ -364,8 +364,13 @@ def _weighted(ctx: Any, derivative: Tensor) -> Tensor:
     """Return a gradient or a tangent, with zeros where the rounding clamped or times the estimated derivative."""
     factors: tuple[Tensor, ...] = ctx.saved_tensors
     for factor in factors:
-        derivative = derivative * factor if ctx.how.estimated else derivative.masked_fill(factor, 0.0)
+        derivative = _times(derivative, factor) if ctx.how.estimated else derivative.masked_fill(factor, 0.0)
     return derivative
+
+
+def _times(derivative: Tensor, slope: Tensor) -> Tensor:
+    """Return the product, which is zero where the slope is, also of an infinity."""
+    return (derivative * slope).masked_fill(slope == 0.0, 0.0)
 
 
 @torch.library.custom_op("fxround::round_tensor", mutates_args=())
@@ -417,7 +422,7 @@ def _differentiated(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     how = Gradient.parse(gradient)
     for x in ctx.saved_tensors:
         if how.estimated:
-            g = g * torch.ops.fxround.round_slopes(x, rounding, dims)
+            g = _times(g, torch.ops.fxround.round_slopes(x, rounding, dims))
         else:
             g = g.masked_fill(torch.ops.fxround.round_clamps(x, rounding, seed, sample, stream, dims), 0.0)
     if how.rounding is not None:

@@ -185,7 +185,15 @@ def estimated_program(rounding: Rounding | ScaledRounding, stored: Format) -> Pr
     flattest = _in(nearest.format, 1 / SHARPNESS)
     slope = written.add("mul", written.add("pow", place, power, nearest), flattest, nearest)
     slope = written.add("clamp", slope, 0.0, STEEPEST, None)
-    on_grid = written.add("where_eq", value, low, flattest, 0.0, None)
+    # Where both neighbours are one: a number of the grid, one beyond an end that is rounded to it, or one that clamps.
+    rounded = written.add("identity", value, unclamped(Rounding(grid, MODES["nearest_even"], "saturate")))
+    ends = span or ((-grid.maximum, grid.maximum) if grid.signed else (grid.maximum,))
+    at_end: str | float = 0.0
+    for end in ends:
+        at_end = written.add(
+            "where_eq", low, end, written.add("where_eq", rounded, end, flattest, 0.0, None), at_end, None
+        )
+    on_grid = written.add("where_eq", value, low, flattest, at_end, None)
     slope = written.add("where_eq", low, high, on_grid, slope, None)
     written.add("identity", slope, _nearest(stored))
     return Program(tuple(written.statements))

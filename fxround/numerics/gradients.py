@@ -16,7 +16,8 @@ they give the same bits, and the value between them shows what the clamp changed
 The curve of ``estimate`` is that of Wang et al., Optimizing large language model training using FP4 quantization, ICML
 2025, section 3.1. Between two neighbours a < b of the format, with t = 2 (x - a) / (b - a) - 1, the value is
 (a + b) / 2 + (b - a) / 2 sign(t) |t|^(1/k), with the derivative 1/k |t|^(1/k - 1): large halfway between a and b, where
-the rounding jumps. k is 5, and the derivative is at most 3. A number of the format has 1/k, one beyond its ends 0.
+the rounding jumps. k is 5, and the derivative is at most 3. A number of the format has 1/k, and so has one beyond its
+ends that is rounded to the end to nearest, without a bound; one further away has 0.
 """
 
 from __future__ import annotations

@@ -35,13 +35,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Rounded:
-    """A value that is rounded, its assignment, and the movements from it to its mark, the last first."""
+    """A value that is rounded, its assignment, and the movements from it to its mark, the last first.
+
+    nested: whether one of these movements is another mark, of which the gradient is a part of that mark's.
+    """
 
     node: fx.Node
     place: Site
     assignment: Assignment
     rounding: Rounding
     moves: tuple[fx.Node, ...]
+
+    @property
+    def nested(self) -> bool:
+        return any(move.target is MARKED for move in self.moves)
 
 
 def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
@@ -63,8 +70,8 @@ def treat_gradients(graph: fx.GraphModule, plan: Plan) -> None:
             _zero_clamped_elements(graph, value, gradient, blocks)
         elif how.zero_clamped and clamps(value.rounding):
             _zero_clamped(graph, value, gradient)
-        # A selection chooses among values that were rounded before.
-        if how.estimated and value.place.kind != "exact":
+        # Zeros may be filled in twice; a factor belongs to the sum over all uses, which is the innermost mark's.
+        if how.estimated and not value.nested:
             _estimated(graph, value, gradient)
         if how.rounding is not None:
             _round(graph, gradient, value, how.rounding)
@@ -137,7 +144,7 @@ def _estimated(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> Non
     """Multiply the gradient by the estimated derivative of a rounding."""
     blocks, node = value.assignment.blocks, value.node
     rounding, dtype, xs = blocks or value.rounding, node.meta["val"].dtype, [node]
-    if not value.assignment.gradient.applies(rounding):
+    if not value.assignment.gradient.applies(rounding) or (value.place.kind == "exact" and _chooses(node, rounding)):
         return
     final = node
     if blocks is not None:
@@ -158,8 +165,30 @@ def _estimated(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> Non
     at, own, source = site(gradient), gradient.meta["val"].dtype, gradient.args[0]
     assert at is not None and isinstance(source, fx.Node)
     once = _to_nearest(value.assignment, own)
-    product = Pointwise([source, slope], f"t0 = mul(x0, x1) @ {once.rounding}", own, rng_of(graph), 0)
+    product = Pointwise(
+        [source, slope],
+        f"t0 = mul(x0, x1) @ {once.rounding}; t1 = where_eq(x1, 0x0.0p+0, 0x0.0p+0, t0) @ exact",
+        own,
+        rng_of(graph),
+        0,
+    )
     gradient.update_arg(0, _written(graph, gradient, replace(at, assignment=once), product))
+
+
+def _chooses(node: fx.Node, rounding: Rounding | ScaledRounding) -> bool:
+    """Whether a selection chooses among values that were rounded in the same way, so that it rounds nothing."""
+    for operand in _tensors(node):
+        place = site(operand)
+        if not operand.meta["val"].is_floating_point():
+            continue
+        wanted = decided(place) if place is not None else None
+        if place is not None and place.kind == "movement":
+            wanted = None
+        same = wanted is not None and (wanted[0].blocks or wanted[1]) == rounding
+        passes_on = place is not None and place.kind in ("movement", "exact")
+        if not same and not (passes_on and _chooses(operand, rounding)):
+            return False
+    return True
 
 
 def _to_nearest(assignment: Assignment, dtype: torch.dtype) -> Assignment:

@@ -87,7 +87,7 @@ def labels(result: Any) -> Tensor:
 
 
 def class_dimension(x: Tensor) -> int:
-    """Return the dimension that holds the classes. Raises ValueError for a single class, which is always the greatest."""
+    """Return the dimension that holds the classes. Raises ValueError for one class, which is always the greatest."""
     where = 2 if x.dim() == 3 else 1
     if x.shape[where] < 2:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import gmpy2
@@ -118,7 +119,10 @@ def derivatives(x: np.ndarray, values: np.ndarray) -> np.ndarray:
             continue
         below, above = values[values <= number], values[values >= number]
         if not len(below) or not len(above):
-            wanted.append(dtype(0.0))  # beyond the ends
+            # Nearest without a bound is the end itself, or a number that is clamped. No end is a power of two.
+            end, step = values[0 if not len(below) else -1], values[-1] - values[-2]
+            at_end = end != 0 and np.isfinite(number) and np.round(np.abs(number) / step) * step == np.abs(end)
+            wanted.append(dtype(0.2 if at_end else 0.0))
             continue
         low, high = below[-1], above[0]
         if low == high:
@@ -144,7 +148,9 @@ def test_the_estimated_derivative_is_that_of_the_curve(name: str, dtype: torch.d
     top = float(values.max())
     drawn = torch.randn(500, generator=torch.Generator().manual_seed(1), dtype=dtype) * min(top / 2, 8.0)
     middle = torch.tensor((np.unique(values)[1:] + np.unique(values)[:-1]) / 2, dtype=dtype)
-    ends = torch.tensor([top, -top, 1.1 * top, math.inf, -math.inf, math.nan, 0.0, 1e-30], dtype=dtype)
+    step = float(np.unique(values)[-1] - np.unique(values)[-2])
+    ends = torch.tensor([top, 2 * top, math.inf, 0.0, 1e-30, *(top + step * k / 8 for k in range(9))], dtype=dtype)
+    ends = torch.cat([ends, -ends, torch.tensor([math.nan], dtype=dtype)])
     x = torch.cat([drawn, middle, torch.tensor(values, dtype=dtype), ends]).requires_grad_()
     for mode in ("nearest_even", "stochastic"):
         x.grad = None
@@ -215,6 +221,78 @@ def test_a_compiled_graph_estimates_derivatives_as_roundings_composed_by_hand(gr
         assert torch.equal(a, b)
     plain = fxround.compile(module, policy("straight_through"))
     assert torch.equal(plain(x), results[1][0]), "no bit of the result changes"
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda t: t.clone().clone(),
+        lambda t: t.t().contiguous(),
+        lambda t: t.view(4, 2, 3).transpose(0, 1).reshape(2, 12),
+        lambda t: t.flip(0),
+        lambda t: F.pad(t, (1, 1)),
+        lambda t: torch.cat([t.t().reshape(-1), t.reshape(-1)]),
+    ],
+    ids=["clone", "contiguous", "heads", "flip", "pad", "two uses"],
+)
+@pytest.mark.parametrize("rounding", ["e2m1fn/nearest_even/saturate", "mxfp4"])
+def test_the_derivative_is_that_of_one_rounding_however_its_result_is_moved(moved: Any, rounding: str) -> None:
+    """Of a parameter and of a result: a movement with memory of its own is a value with a gradient of its own."""
+    weight = nn.Parameter(torch.rand(4, 6) * 4)
+
+    class Moved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return moved(self.weight) - moved(x * 1.25)
+
+    rules = [Rule(role="weight", rounding=rounding), Rule(operator="mul", direction="forward", rounding=rounding)]
+    x = torch.rand(4, 6) * 3
+    gradients = []
+    for how in ("straight_through", "estimate"):
+        policy = Policy("p", tuple(replace(rule, match="", gradient=how) for rule in rules))
+        leaf, weight.grad = x.clone().requires_grad_(), None
+        fxround.compile(Moved(), policy)(leaf).sum().backward()
+        assert weight.grad is not None and leaf.grad is not None
+        gradients.append((weight.grad.clone(), leaf.grad))
+    for value, straight, estimated in zip((weight.detach(), x * 1.25), *gradients, strict=True):
+        slope = value.clone().requires_grad_()
+        fxround.round(slope, rounding, gradient="estimate").sum().backward()
+        assert slope.grad is not None
+        assert torch.equal(estimated, straight * slope.grad)
+
+
+def test_a_selection_that_rounds_has_a_derivative_and_one_that_chooses_has_none() -> None:
+    text = "e2m1fn/nearest_even/saturate"
+    x = torch.randn(6, 7)
+    slope = x.clone().requires_grad_()
+    fxround.round(torch.relu(slope), text, gradient="estimate").sum().backward()
+    alone = Policy("p", (Rule(operator="relu", rounding=text, gradient="estimate"),))
+    leaf = x.clone().requires_grad_()
+    fxround.compile(torch.relu, alone)(leaf).sum().backward()
+    # ReLU's derivative is that at the rounded value, which may be 0.
+    above = fxround.round(torch.relu(x), text) > 0
+    assert slope.grad is not None and leaf.grad is not None and torch.equal(leaf.grad, slope.grad * above)
+    rules = [
+        Rule(role=role, direction="forward", rounding=text, gradient="estimate") for role in ("input", "activation")
+    ]
+    both = Policy("p", tuple(rules))
+    leaf, entering = x.clone().requires_grad_(), x.clone().requires_grad_()
+    fxround.compile(torch.relu, both)(leaf).sum().backward()
+    torch.relu(fxround.round(entering, text, gradient="estimate")).sum().backward()
+    assert leaf.grad is not None and entering.grad is not None and torch.equal(leaf.grad, entering.grad)
+
+
+def test_no_derivative_of_zero_makes_a_nan_of_an_infinity() -> None:
+    x, g = torch.tensor([10.0, 1.0, 0.75]), torch.tensor([math.inf, math.inf, 1.0])
+    text = "e2m1fn/nearest_even/saturate"
+    policy = Policy("p", (Rule(operator="mul", direction="forward", rounding=text, gradient="estimate"),))
+    for f in (lambda x: fxround.round(x, text, gradient="estimate"), fxround.compile(lambda x: x * 1.0, policy)):
+        leaf = x.clone().requires_grad_()
+        f(leaf).backward(g)
+        assert leaf.grad is not None and leaf.grad.tolist() == [0.0, math.inf, 3.0]
 
 
 def test_a_compiled_graph_estimates_derivatives_of_blocks() -> None:
