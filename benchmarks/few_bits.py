@@ -2,6 +2,7 @@
 
     python -m benchmarks.few_bits                                    # hours: five seeds of each model
     python -m benchmarks.few_bits --models digits --seeds 1          # minutes
+    python -m benchmarks.few_bits --models sentences --methods nearest gptq --seeds 1
     python -m benchmarks.few_bits --output benchmarks/results/few_bits.json
 
 ``digits``: fxround.demo's network, trained with stock PyTorch from each seed; 512 training images in batches of 64; the
@@ -164,11 +165,11 @@ def logits_of(model: nn.Module, batches: list[tuple[Tensor, ...]]) -> Tensor:
     return logits.flatten(0, -2)
 
 
-def runs(name: str, seeds: int, done: set[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+def runs(name: str, seeds: int, methods: list[str], done: set[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     """Yield the figures of every run of a model that is not among ``done``."""
     build, _ = STUDIES[name]
     for seed in range(seeds):
-        plans = [(bits, method) for bits in WIDTHS for method in METHODS]
+        plans = [(bits, method) for bits in WIDTHS for method in METHODS if method in methods]
         plans = [(bits, method) for bits, method in plans if name == "digits" or method in DRAWS or seed == 0]
         plans = [plan for plan in (("32", "float32"), *plans) if (name, *plan, seed) not in done]
         if name != "digits" and seed > 0:
@@ -232,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(STUDIES), default=list(STUDIES))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--output", type=Path, help="a file of results: figures by model under runs, and the tables")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -241,7 +243,7 @@ def main() -> None:
     for name in asked.models:
         rows = stored.get(f"few-bits-{name}", {}).get("runs", [])
         done = {(row["model"], row["bits"], row["method"], row["seed"]) for row in rows}
-        for row in runs(name, asked.seeds, done):
+        for row in runs(name, asked.seeds, asked.methods, done):
             print(json.dumps(row), flush=True)
             rows.append(row)
             stored[f"few-bits-{name}"] = table(name, rows) | {"runs": rows}

@@ -147,6 +147,11 @@ def _with_held(part: fx.GraphModule, placed: Site, own: Site, texts: list[str], 
 def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
     """Return ``_scaled`` with blocks that begin anew in each of the groups of the first of ``dims``."""
     graph, near = writer.graph, writer.near
+    if not operand.meta["val"].dim():
+        # A number alone is a block of one.
+        reshape = torch.ops.aten.reshape.default
+        row = _scaled(insert(graph, near, reshape, (operand, [1])), (-1,), 0, writer)
+        return insert(graph, near, reshape, (row, []))
     # Images and weights of a convolution have tiles of both kinds of channels, or of images and channels.
     other = 1 - dims[0]
     if groups == 1:

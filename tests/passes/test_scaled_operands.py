@@ -261,3 +261,15 @@ def test_a_transform_of_one_operand_alone_is_an_error(rule: Rule) -> None:
     policy, x = nvfp4().with_rules(rule), torch.randn(64, 64)
     with pytest.raises(PolicyError, match=r"hadamard\(16\).*both operands have the same one"):
         fxround.compile(nn.Linear(64, 32, bias=False), policy, example_inputs=x)(x).sum().backward()
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "int8:channel", "int8:scale=0.1", "uint4:32"])
+def test_a_number_alone_is_a_block_of_one(text: str) -> None:
+    """An operand without dimensions: forward and, of the sum that is its gradient, backward."""
+    scale, x = torch.tensor(1.37, requires_grad=True), torch.randn(3, 32)
+    policy = Policy("p", (Rule(operator="mul", direction="forward", operands=text),))
+    y = fxround.compile(lambda x, scale: x * scale, policy)(x, scale)
+    one = fxround.round(scale.detach().reshape(1), text)
+    assert torch.equal(y, fxround.round(x, text) * one)
+    y.sum().backward()
+    assert scale.grad is not None and scale.grad.dim() == 0
