@@ -206,7 +206,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         values = [row[key] for row in rows if (row["bits"], row["method"]) == (bits, method)]
         if not values:
             return ""
-        digits = 3 if key == "divergence" else 2 if name == "text" else 1
+        digits = 3 if key == "divergence" else 2 if (name, key) == ("text", "figure") else 1
         text = f"{statistics.fmean(values):.{digits}f}"
         return text if len(values) == 1 else f"{text} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
