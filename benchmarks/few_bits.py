@@ -99,19 +99,13 @@ class Logits(nn.Module):
 def text(seed: int) -> Study:
     """The GPT-2 on bytes, and the perplexity of a byte."""
     seen, unseen = perplexity.corpus()
-    context = perplexity.CONTEXT
-
-    def cut(source: Tensor, count: int) -> Tensor:
-        step = len(source) // count
-        return torch.stack([source[i * step : i * step + context] for i in range(count)])
-
-    held = cut(unseen, 32)
+    held = perplexity.cut(unseen, 32)
 
     def perplexed(logits: Tensor, original: Tensor) -> float:
         logits = logits.unflatten(0, held.shape)[:, :-1]
         return math.exp(float(F.cross_entropy(logits.flatten(0, 1).double(), held[:, 1:].flatten())))
 
-    data = [(batch,) for batch in cut(seen, 256).split(16)]
+    data = [(batch,) for batch in perplexity.cut(seen, 256).split(16)]
     kept = ("model.transformer.wte", "model.transformer.wpe", "model.lm_head")
     return Study(Logits(perplexity.trained()), data, [(each,) for each in held.split(16)], perplexed, kept)
 

@@ -67,20 +67,30 @@ def untrained() -> Any:
 
 def trained(progress: bool | None = None) -> Any:
     """Return the trained model in eval mode, from its file if there is one; ``progress`` as for ``variability``."""
-    from fxround.significance.progress import tracked
-
     model, path = untrained(), stored()
     if path.is_file():
         model.load_state_dict(torch.load(path, weights_only=True))
         return model.eval()
+    train(model, STEPS, progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}")
+    torch.save(model.state_dict(), aside)
+    aside.replace(path)
+    return model.eval()
+
+
+def train(model: Any, steps: int, progress: bool | None = None) -> None:
+    """Train a language model on the bytes from a fixed seed, by one thread; ``progress`` as for ``variability``."""
+    from fxround.significance.progress import tracked
+
     text, _ = corpus()
     places = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums, and so the weights, depend on it
     try:
-        for _ in tracked(range(STEPS), STEPS, "training", progress):
+        for _ in tracked(range(steps), steps, "training", progress):
             starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=places)
             ids = torch.stack([text[i : i + CONTEXT] for i in starts.tolist()])
             model(ids, labels=ids).loss.backward()
@@ -89,18 +99,18 @@ def trained(progress: bool | None = None) -> Any:
             rates.step()
     finally:
         torch.set_num_threads(threads)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")
-    torch.save(model.state_dict(), aside)
-    aside.replace(path)
-    return model.eval()
+
+
+def cut(source: Tensor, count: int) -> Tensor:
+    """Return texts that begin at equal distances: int64 [count, 128]."""
+    step = len(source) // count
+    return torch.stack([source[i * step : i * step + CONTEXT] for i in range(count)])
 
 
 def build() -> tuple[Any, Tensor]:
     """Return the trained model and the held-out texts, int64 [16, 128]."""
     _, held = corpus()
-    step = len(held) // TEXTS
-    return trained(), torch.stack([held[i * step : i * step + CONTEXT] for i in range(TEXTS)])
+    return trained(), cut(held, TEXTS)
 
 
 def main(argv: list[str] | None = None) -> None:

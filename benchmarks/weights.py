@@ -12,7 +12,6 @@ weights that are equal to fxround's.
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
 import os
@@ -76,7 +75,7 @@ def peers(name: str) -> dict[str, Make]:
     return {**named, "torchao": by_torchao}
 
 
-def weights_of(net: nn.Module) -> Tensor:
+def linear_weights(net: nn.Module) -> Tensor:
     """Return the weights of the feed-forward layers, one after the other: attention is no linear layer to the peers."""
     layers = [layer for name, layer in net.named_modules() if name.endswith(("linear1", "linear2"))]
     weights = [layer.weight for layer in layers]
@@ -85,24 +84,24 @@ def weights_of(net: nn.Module) -> Tensor:
 
 def rows() -> list[list[str]]:
     """Return the rows of the table."""
-    x, original = torch.randn(16, 64, 256), weights_of(model())
-    found: list[list[str]] = []
+    original, x = linear_weights(model()), torch.randn(16, 64, 256)
+    made_rows: list[list[str]] = []
     for name in FORMATS:
         own = None
         makers: dict[str, Make] = {"fxround": lambda net, name=name: fxround.quantize_weights(net, name, x)}
         for who, make in {**makers, **peers(name)}.items():
             seconds = []
             for _ in range(3):
-                net = copy.deepcopy(model())
+                net = model()
                 started = time.process_time()
                 made = make(net)
                 seconds.append(time.process_time() - started)
-            weights = weights_of(made)
+            weights = linear_weights(made)
             own = weights if own is None else own
             sqnr = 10 * torch.log10(original.square().sum() / (weights - original).square().sum())
             equal = 100 * float((weights == own).double().mean())
-            found.append([name, who, f"{statistics.median(seconds):.3f}", f"{sqnr:.2f}", f"{equal:.1f}"])
-    return found
+            made_rows.append([name, who, f"{statistics.median(seconds):.3f}", f"{sqnr:.2f}", f"{equal:.1f}"])
+    return made_rows
 
 
 def main() -> None:

@@ -62,27 +62,14 @@ def trained(steps: int = perplexity.STEPS) -> Any:
 
     torch.manual_seed(perplexity.SEED)
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SHAPE, **PLAIN))
-    text, _ = perplexity.corpus()
-    places = torch.Generator().manual_seed(perplexity.SEED)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=perplexity.RATE, weight_decay=0.1)
-    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, perplexity.RATE, total_steps=steps)
-    for _ in range(steps):
-        starts = torch.randint(len(text) - perplexity.CONTEXT, (perplexity.BATCH,), generator=places)
-        ids = torch.stack([text[i : i + perplexity.CONTEXT] for i in starts.tolist()])
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        rates.step()
+    perplexity.train(model, steps, progress=False)
     return model.eval()
 
 
 def texts() -> tuple[Tensor, Tensor]:
     """Return 256 texts to learn from and 32 held out: bytes int64 [n, 128]."""
-    context = perplexity.CONTEXT
     seen, held = perplexity.corpus()
-    return tuple(
-        torch.stack([part[i * (len(part) // n) :][:context] for i in range(n)]) for part, n in ((seen, 256), (held, 32))
-    )
+    return perplexity.cut(seen, 256), perplexity.cut(held, 32)
 
 
 def rounded_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -207,6 +194,7 @@ def equal_weights(one: nn.Module, other: nn.Module) -> float:
     The programs multiply integers and scales in their own order, so that one value of the grid has two neighbours.
     """
     pairs = list(zip(rounded_layers(one).values(), rounded_layers(other).values(), strict=True))
+    # Bits cannot be compared: the programs compute scales by divisions of their own, whose results differ by an ulp.
     same = sum(int(torch.isclose(a.weight, b.weight, rtol=2**-22, atol=0).sum()) for a, b in pairs)
     return 100 * same / sum(a.weight.numel() for a, _ in pairs)
 

@@ -25,6 +25,7 @@ from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.scaled import clamped_program, estimated_program
 from fxround.numerics.formats import Format, spelt
+from fxround.numerics.formats.names import own_name
 from fxround.numerics.formats.scaled import ScaledRounding, any_rounding
 from fxround.numerics.formats.stored_bits import has_stored_bits, with_stored_bits
 from fxround.numerics.gradients import STRAIGHT, Gradient, unclamped
@@ -83,8 +84,8 @@ def round(
             float16), of any shape and strides.
         rounding: ``"format[/mode[/overflow]]"``, for example ``"e4m3fn/stochastic/saturate"``; a Rounding, a Format or
             a floating-point dtype, for example ``torch.bfloat16``; a table, ``fxround.table([-1, 0, 1])`` or ``"nf4"``;
-            ``"sbits(10)"``, with so many stored bits and the exponents of x's dtype; or a scaled format, for example
-            ``"mxfp8"``, ``"nvfp4/stochastic"``, ``"int8:channel"``, ``"bfp(8,32)"``, ``"fixed(16,8)"``.
+            ``"sbits(10)"``, which is the format with 10 stored bits and the exponents of x's dtype; or a scaled format,
+            for example ``"mxfp8"``, ``"nvfp4/stochastic"``, ``"int8:channel"``, ``"bfp(8,32)"``, ``"fixed(16,8)"``.
         seed: 0 to 2^63 - 1; sample: 0 to 2^32 - 1. The random bits of the stochastic modes are a function of (seed,
             sample, row-major index of the element).
         out: a tensor or array of x's type, shape and dtype that receives the result. It is x itself, or shares no
@@ -124,8 +125,8 @@ def _of_dtype(said: Any, x: Any) -> Any:
     """Return a rounding with the formats of x's dtype in place of stored bits."""
     if not has_stored_bits(said) or not isinstance(x, Tensor | np.ndarray):
         return said
-    own = x.dtype if isinstance(x, Tensor) else _as_tensor(x[..., :0]).dtype
-    return with_stored_bits(said, FORMAT_OF.get(own, str(own)))
+    name = FORMAT_OF.get(x.dtype, str(x.dtype)) if isinstance(x, Tensor) else own_name(x.dtype.name)
+    return with_stored_bits(said, name)
 
 
 def _traced(x: Tensor, rounding: Any, seed: int, sample: int, out: Any, gradient: Any, dim: Any) -> Tensor:

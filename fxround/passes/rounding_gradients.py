@@ -177,18 +177,19 @@ def _estimated(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> Non
 
 def _chooses(node: fx.Node, rounding: Rounding | ScaledRounding) -> bool:
     """Whether a selection chooses among values that were rounded in the same way, so that it rounds nothing."""
-    for operand in _tensors(node):
-        place = site(operand)
-        if not operand.meta["val"].is_floating_point():
-            continue
-        wanted = decided(place) if place is not None else None
-        if place is not None and place.kind == "movement":
-            wanted = None
-        same = wanted is not None and (wanted[0].blocks or wanted[1]) == rounding
-        passes_on = place is not None and place.kind in ("movement", "exact")
-        if not same and not (passes_on and _chooses(operand, rounding)):
-            return False
-    return True
+    operands = [operand for operand in _tensors(node) if operand.meta["val"].is_floating_point()]
+    return all(_is_rounded(operand, rounding) for operand in operands)
+
+
+def _is_rounded(node: fx.Node, rounding: Rounding | ScaledRounding) -> bool:
+    """Whether a value was rounded in this way, itself or before it was moved or chosen."""
+    place = site(node)
+    if place is None:
+        return False
+    wanted = None if place.kind == "movement" else decided(place)
+    if wanted is not None and (wanted[0].blocks or wanted[1]) == rounding:
+        return True
+    return place.kind in ("movement", "exact") and _chooses(node, rounding)
 
 
 def _to_nearest(assignment: Assignment, dtype: torch.dtype) -> Assignment:

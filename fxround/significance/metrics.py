@@ -222,15 +222,15 @@ def _hits(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Count the labels that equal the targets of the data."""
     if not isinstance(call.target, Tensor):
         raise ValueError("accuracy needs targets: inputs that yield (x, target), as a DataLoader of a dataset does")
-    found, target = labels(sample), call.target
-    if target.dim() == found.dim() + 1 and target.shape[1] == 1:
+    predicted, target = labels(sample), call.target
+    if target.dim() == predicted.dim() + 1 and target.shape[1] == 1:
         target = target.squeeze(1)
-    if target.shape != found.shape:
+    if target.shape != predicted.shape:
         raise ValueError(
-            f"accuracy compares labels of shape {tuple(found.shape)} with targets of shape {tuple(call.target.shape)}; "
-            "expected one class for each label"
+            f"accuracy compares labels of shape {tuple(predicted.shape)} with targets of shape "
+            f"{tuple(call.target.shape)}; expected one class for each label"
         )
-    right = found == target
+    right = predicted == target
     return float(right.sum()), float(right.numel())
 
 

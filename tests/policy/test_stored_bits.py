@@ -32,6 +32,9 @@ def test_it_is_the_format_with_the_exponents_of_the_dtype(dtype: torch.dtype, mo
 def test_arrays_have_a_dtype_too() -> None:
     x = np.array([1.23, -7.9])
     np.testing.assert_array_equal(fxround.round(x, "sbits(3)"), [1.25, -8.0])
+    assert fxround.round(np.array(1.23), "sbits(3)") == 1.25
+    with pytest.raises(TypeError, match="expected float16, float32 or float64"):
+        fxround.round(np.arange(3.0).astype(np.longdouble), "bfloat16")
     np.testing.assert_array_equal(fxround.round(x.astype(np.float32), "sbits(3)"), np.float32([1.25, -8.0]))
 
 
