@@ -15,7 +15,6 @@ attribution.md under benchmarks/results; ``python -m benchmarks.tables`` writes 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from benchmarks.harness import header, machine, vision_operators
+from benchmarks.harness import conditions, header, vision_operators
 from benchmarks.tables import RESULTS
 from fxround.attribution.states import is_float
 from fxround.attribution.subject import Subject
@@ -269,21 +268,15 @@ def cost_cells(row: dict[str, Any]) -> list[str]:
     return [LABELS[row["model"]], *times, f"{row['linearized_s'] / row['plain_s']:.1f}", *others]
 
 
-def stored(rows: list[dict[str, Any]], samples: int, load: str) -> dict[str, Any]:
+def stored(rows: list[dict[str, Any]], samples: int, loads: list[float]) -> dict[str, Any]:
     """Return the tables of results with their conditions."""
-    conditions = {
-        "command": "python -m benchmarks.attribution" + ("" if samples else " --samples 0"),
-        "machine": machine(),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__.partition("+")[0],
-        "load": load,
-    }
+    told = conditions("python -m benchmarks.attribution" + ("" if samples else " --samples 0"), loads)
     timed = [cost_cells(row) for row in rows if "plain_s" in row]
-    tables = {"attribution-cost": {"columns": list(COSTS), "numbers": [1, 2, 3, 4, 5, 6], "rows": timed} | conditions}
+    tables = {"attribution-cost": {"columns": list(COSTS), "numbers": [1, 2, 3, 4, 5, 6], "rows": timed} | told}
     if samples:
         columns = [f"{samples:,} samples" if name == "samples" else name for name in PREDICTED]
         cells = [predicted_cells(row) for row in rows]
-        tables["attribution"] = {"columns": columns, "numbers": [1, 2, 3, 4, 5], "rows": cells} | conditions
+        tables["attribution"] = {"columns": columns, "numbers": [1, 2, 3, 4, 5], "rows": cells} | told
     return tables
 
 
@@ -332,8 +325,8 @@ def main() -> None:
     if arguments.peak:
         print(peak(arguments.peak))
         return
-    conditions = header(["torch", "numpy", "fxround"])
-    print(conditions)
+    measured = header(["torch", "numpy", "fxround"])
+    print(measured)
     rows, loads = [], [os.getloadavg()[0]]
     for name in arguments.models:
         row = measured(name, arguments.samples)
@@ -344,12 +337,11 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         if arguments.output:
-            arguments.output.write_text(json.dumps({"header": conditions, "rows": rows}, indent=1) + "\n")
+            arguments.output.write_text(json.dumps({"header": measured, "rows": rows}, indent=1) + "\n")
         loads.append(os.getloadavg()[0])
     if arguments.write:
-        load = f"{min(loads):.0f} to {max(loads):.0f}"
         path = RESULTS / "attribution.json"
-        known = json.loads(path.read_text(encoding="utf-8")) | stored(rows, arguments.samples, load)
+        known = json.loads(path.read_text(encoding="utf-8")) | stored(rows, arguments.samples, loads)
         path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 

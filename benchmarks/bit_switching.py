@@ -14,7 +14,6 @@ seed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxround
-from benchmarks.harness import machine, table
+from benchmarks.harness import conditions, table
 from benchmarks.tables import RESULTS
 from fxround import demo
 
@@ -63,9 +62,8 @@ def main() -> None:
         figures.append(of_seed(digits, seed))
         print(f"seed {seed}: {figures[-1]}", flush=True)
         if chosen.write:
-            load = f"{min(loads):.0f} to {max(loads):.0f}"
             path = RESULTS / "bit_switching.json"
-            path.write_text(json.dumps({"bit-switching": stored(figures, load)}, indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps({"bit-switching": stored(figures, loads)}, indent=1) + "\n", encoding="utf-8")
     print(table(COLUMNS, rows(figures)))
 
 
@@ -128,14 +126,14 @@ def means(figures: list[list[float]], signed: bool = False) -> list[str]:
     return cells + [""] * (len(COLUMNS) - 1 - len(cells))
 
 
-def stored(figures: list[dict[str, list[float]]], load: str) -> dict[str, Any]:
+def stored(figures: list[dict[str, list[float]]], loads: list[float]) -> dict[str, Any]:
     """Return the table with its conditions, and the figures of each seed."""
     return {
-        "machine": f"{machine()}, one thread, {len(figures)} seeds, mean ± half an interval of 95 %",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__.partition("+")[0],
-        "load": load,
-        "command": f"python -m benchmarks.bit_switching --seeds {len(figures)}",
+        **conditions(
+            f"python -m benchmarks.bit_switching --seeds {len(figures)}",
+            loads,
+            f", one thread, {len(figures)} seeds, mean ± half an interval of 95 %",
+        ),
         "columns": COLUMNS,
         "numbers": list(range(1, len(COLUMNS))),
         "rows": rows(figures),

@@ -24,12 +24,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +37,7 @@ from torch.nn import functional as F
 
 import fxround
 from benchmarks import perplexity
-from benchmarks.harness import machine
+from benchmarks.harness import conditions
 from benchmarks.variability import Embedder
 from fxround import Policy, Rule, demo
 from fxround.atomic_files import write_file
@@ -211,11 +209,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     body.append(["32", figure, cell("32", "float32", "figure"), *[""] * (len(METHODS) - 1)])
     seeds = 1 + max(row["seed"] for row in rows)
     return {
-        "command": f"python -m benchmarks.few_bits --models {name} --seeds {seeds}",
-        "machine": machine(),
-        "date": f"{date.today()}",
-        "torch": str(torch.__version__).partition("+")[0],
-        "load": f"{os.getloadavg()[0]:.0f}",
+        **conditions(f"python -m benchmarks.few_bits --models {name} --seeds {seeds}"),
         "columns": ["bits", "", *METHODS],
         "numbers": list(range(2, 2 + len(METHODS))),
         "rows": body,

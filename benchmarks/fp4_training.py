@@ -20,7 +20,6 @@ transform of n values takes log2(n) additions and a change of the sign for each 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import pydoc_data.topics
@@ -36,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
-from benchmarks.harness import header, machine
+from benchmarks.harness import conditions, header
 from fxround import Policy, Rule, demo
 from fxround.capture.leftovers import computed_once
 from fxround.graph.dialect import BlockExpand, Pointwise, graphs_of, read
@@ -279,12 +278,7 @@ def trade_offs(report: fxround.SweepReport, counted: Mapping[str, float]) -> str
 
 def tables_of(name: str, report: fxround.SweepReport, counted: Mapping[str, float]) -> dict[str, Any]:
     """Return what is stored of a model: a row for each policy, with the losses of the seeds, and the effects."""
-    conditions = {
-        "command": "python -m benchmarks.fp4_training",
-        "machine": machine(),
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__.partition("+")[0],
-    }
+    told = conditions("python -m benchmarks.fp4_training")
     rows = []
     for policy in (UNROUNDED, *report.sweep):
         label = " ".join(report.sweep.choices[policy].values()) if policy != UNROUNDED else "float32, unrounded"
@@ -297,9 +291,9 @@ def tables_of(name: str, report: fxround.SweepReport, counted: Mapping[str, floa
     ]
     columns = ["scale, tensor scaling, Hadamard, errors", "overhead", *report.metrics, "losses by seed"]
     return {
-        f"fp4-{name}": {**conditions, "columns": columns, "numbers": [1], "rows": rows},
+        f"fp4-{name}": {**told, "columns": columns, "numbers": [1], "rows": rows},
         f"fp4-{name}-effects": {
-            **conditions, "columns": ["axis", "change", "loss", "pairs"], "numbers": [3], "rows": effects,
+            **told, "columns": ["axis", "change", "loss", "pairs"], "numbers": [3], "rows": effects,
         },
     }  # fmt: skip
 

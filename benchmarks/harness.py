@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.metadata
 import os
@@ -53,6 +54,22 @@ def header(packages: Sequence[str]) -> str:
     stock = f"PyTorch's as {torch.backends.cpu.get_cpu_capability()}"
     code = "" if current_set() == "host" else f", fxround's kernels as {current_set()} code, {stock}"
     return f"{machine()}{code}, {load}; {torch.get_num_threads()} thread(s); {python}, {versions(packages)}"
+
+
+def conditions(command: str, loads: Sequence[float] = (), where: str = "") -> dict[str, str]:
+    """Return what a stored table says of its measurement: today's date, the versions, and the machine.
+
+    loads: system loads that were seen during the measurement; none for that of now. where: what the machine's name is
+    followed by, such as ", one thread".
+    """
+    loads = loads or [os.getloadavg()[0]]
+    return {
+        "command": command,
+        "machine": f"{machine()}{where}",
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__.partition("+")[0],
+        "load": " to ".join(dict.fromkeys(f"{load:.0f}" for load in (min(loads), max(loads)))),
+    }
 
 
 def medians(

@@ -10,7 +10,6 @@ in benchmarks/results/tuning.json, after each search.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from benchmarks.harness import machine, table
+from benchmarks.harness import conditions, table
 from benchmarks.tables import RESULTS
 from fxround import demo
 
@@ -61,8 +60,7 @@ def main() -> None:
         loads.append(os.getloadavg()[0])
         print(table(COLUMNS, rows), flush=True)
         if chosen.write:
-            load = f"{min(loads):.0f} to {max(loads):.0f}"
-            text = json.dumps({"tuning": stored(rows, load)}, indent=1)
+            text = json.dumps({"tuning": stored(rows, loads)}, indent=1)
             (RESULTS / "tuning.json").write_text(text + "\n", encoding="utf-8")
 
 
@@ -88,17 +86,13 @@ def row_of(report: fxround.TuningReport) -> list[str]:
     ]
 
 
-def stored(rows: list[list[str]], load: str) -> dict[str, Any]:
+def stored(rows: list[list[str]], loads: list[float]) -> dict[str, Any]:
     """Return the table of results with its conditions."""
     return {
         "columns": list(COLUMNS),
         "numbers": [1, 4, 5, 6, 7, 8, 9, 10],
         "rows": rows,
-        "command": "python -m benchmarks.tuning",
-        "machine": f"{machine()}, one thread",
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__.partition("+")[0],
-        "load": load,
+        **conditions("python -m benchmarks.tuning", loads, ", one thread"),
     }
 
 

@@ -12,9 +12,7 @@ weights that are equal to fxround's.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
-from benchmarks.harness import machine, table, vision_operators
+from benchmarks.harness import conditions, table, vision_operators
 from benchmarks.tables import RESULTS
 
 # fxround's format, and the integers of each peer that are nearest to it.
@@ -117,11 +115,7 @@ def main() -> None:
             "columns": list(COLUMNS),
             "numbers": [2, 3, 4],
             "rows": made,
-            "command": "python -m benchmarks.weights",
-            "machine": f"{machine()}, one thread",
-            "date": datetime.date.today().isoformat(),
-            "torch": torch.__version__.partition("+")[0],
-            "load": f"{os.getloadavg()[0]:.0f}",
+            **conditions("python -m benchmarks.weights", where=", one thread"),
         }
         (RESULTS / "weights.json").write_text(json.dumps({"weights-peers": page}, indent=1) + "\n", encoding="utf-8")
 

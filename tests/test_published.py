@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import fxround
 from benchmarks.published import __main__ as command
-from benchmarks.published import discquant, fuzzy, pychop, qpytorch, repdl
+from benchmarks.published import discquant, folders, fuzzy, pychop, qpytorch, repdl, residual
 from benchmarks.published.scenes import CELLS, Scenes, boxes_of, kept, mean_average_precision
 from benchmarks.tables import RESULTS
 from fxround import demo
@@ -93,19 +96,68 @@ def test_files_of_mnist_are_read(tmp_path: Path) -> None:
             data = head + x.numpy().tobytes()
             packed = part == "t10k"
             (tmp_path / f"{name}{'.gz' * packed}").write_bytes(gzip.compress(data) if packed else data)
-    for found in repdl.mnist(tmp_path):
-        assert torch.equal((found.tensors[0] * 255).round(), images[:, None].float()) and found.tensors[1].tolist() == [
-            3,
-            1,
-            4,
-            1,
-            5,
-        ]
-    with pytest.raises(FileNotFoundError, match=r"has no file train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"):
-        repdl.mnist(tmp_path / "nothing")
+    for read in folders.images(tmp_path):
+        pixels, digits = read.tensors
+        assert torch.equal((pixels * 255).round(), images[:, None].float()) and torch.equal(digits, labels.long())
+    with pytest.raises(FileNotFoundError, match=r"has no images; expected train-images-idx3-ubyte and the other three"):
+        folders.images(tmp_path / "nothing")
+    (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no file t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte\.gz"):
+        folders.images(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"PK\x03\x04")
     with pytest.raises(ValueError, match=r"is no file of unsigned bytes in the format IDX: it begins with b'PK"):
-        repdl.mnist(tmp_path)
+        folders.images(tmp_path)
+
+
+def test_batches_of_cifar10_are_read(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    batches = {}
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        batches[name] = rng.integers(0, 256, (3, 3072), np.uint8), rng.integers(0, 10, 3).tolist()
+        (tmp_path / name).write_bytes(pickle.dumps({b"data": batches[name][0], b"labels": batches[name][1]}))
+    train, test = folders.images(tmp_path)
+    pixels, labels = train.tensors
+    assert pixels.shape == (15, 3, 32, 32) and len(test) == 3
+    # The rows of a channel follow one another, and the channels too.
+    assert pixels[4, 2, 5, 7] == float(
+        np.float32(batches["data_batch_2"][0][1, 2 * 1024 + 5 * 32 + 7]) / np.float32(255)
+    )
+    assert labels.tolist() == [y for name in list(batches)[:5] for y in batches[name][1]]
+
+
+def _pictures(folder: Path) -> None:
+    for part, classes in (("train", ("cat", "dog")), ("val", ("dog",))):
+        for kind in classes:
+            (folder / part / kind).mkdir(parents=True)
+            for i in range(2):
+                color = (255, 51 * i, 0) if kind == "cat" else (0, 0, 255)
+                Image.new("RGB", (80, 70), color).save(folder / part / kind / f"{i}.png")
+
+
+def test_pictures_by_class_are_read(tmp_path: Path) -> None:
+    _pictures(tmp_path)
+    train, test = folders.images(tmp_path)
+    assert train.tensors[0].shape == (4, 3, folders.SIDE, folders.SIDE) and train.tensors[1].tolist() == [0, 0, 1, 1]
+    assert train.tensors[0][1, :, 3, 4].tolist() == [1.0, float(np.float32(51) / np.float32(255)), 0.0]
+    assert test.tensors[1].tolist() == [1, 1]
+    (tmp_path / "val" / "bird").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "val" / "bird" / "a.png")
+    with pytest.raises(ValueError, match=r"bird is a class that is not under train: cat, dog"):
+        folders.images(tmp_path)
+
+
+def test_the_tables_take_images_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pictures(tmp_path)
+    monkeypatch.setattr(qpytorch, "EPOCHS", 1)
+    monkeypatch.setattr(residual, "EPOCHS", 1)
+    monkeypatch.setattr(residual, "BLOCKS", 1)
+    monkeypatch.setattr(pychop, "MODES", ("nearest_even",))
+    train, test = qpytorch.images_of(tmp_path)
+    net, tested = qpytorch.trained(qpytorch.SCHEMES["half"], train, 0, epochs=1)
+    assert net.conv1.weight.shape[1] == 3 and 0 <= qpytorch.error_of(tested, test) <= 100
+    (made,) = [*pychop.tables(1, folder=tmp_path)]
+    page = made["published-pychop-residual"]
+    assert page["columns"][0] == f"residual network on {tmp_path.name}: accuracy, %" and len(page["rows"]) == 16
 
 
 def test_the_mask_of_a_scene_is_the_bright_part_of_its_digits() -> None:

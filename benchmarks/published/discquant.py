@@ -208,7 +208,7 @@ def row(bits: int, label: str, runs: list[tuple[float, float, float, float]]) ->
     return cells
 
 
-def tables(folder: Path, seeds: int, bits: tuple[int, ...] = BITS) -> Iterator[dict[str, Mapping[str, Any]]]:
+def tables(program: Path, seeds: int, bits: tuple[int, ...] = BITS) -> Iterator[dict[str, Mapping[str, Any]]]:
     """Yield the table, after each width with the rows up to it."""
     model, (data, held) = trained(), texts()
     original = logits_of(Logits(model), [(held,)])
@@ -217,15 +217,15 @@ def tables(folder: Path, seeds: int, bits: tuple[int, ...] = BITS) -> Iterator[d
     for width in bits:
         pairs = {
             "nearest": (
-                lambda _, b=width: theirs_gptq(folder, model, data, b, baseline=True),
+                lambda _, b=width: theirs_gptq(program, model, data, b, baseline=True),
                 lambda _, b=width: ours(model, data, b, "nearest"),
             ),
             "GPTQ": (
-                lambda _, b=width: theirs_gptq(folder, model, data, b),
+                lambda _, b=width: theirs_gptq(program, model, data, b),
                 lambda _, b=width: ours(model, data, b, "gptq"),
             ),
             "DiscQuant": (
-                lambda seed, b=width: theirs_discquant(folder, model, data, held, b, seed),
+                lambda seed, b=width: theirs_discquant(program, model, data, held, b, seed),
                 lambda seed, b=width: ours(model, data, b, "discquant", seed),
             ),
         }

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import fxround
-from benchmarks.published import residual
+from benchmarks.published import folders, residual
 from benchmarks.published.scenes import Scenes, mean_average_precision, trained
 from fxround import Policy, Rule, demo
 
@@ -53,6 +54,7 @@ DETECTED: Final[Mapping[str, tuple[float, ...]]] = {
     "half": (0.423, 0.423, 0.421, 0.422, 0.422, 0.422),
 }
 SCENES: Final = 3000
+TESTED: Final = 500
 EPOCHS: Final = 8
 Scores = dict[tuple[str, str, str], list[float]]
 
@@ -98,7 +100,7 @@ def digits() -> demo.Digits:
 
 def _scenes() -> Any:
     tested = Scenes.make(128, 1, test=True)
-    return tested.images, tested.objects
+    return [(tested.images, tested.objects)]
 
 
 def _percent(share: float) -> str:
@@ -108,15 +110,15 @@ def _percent(share: float) -> str:
 STUDIES: Final[Mapping[str, Study]] = {
     "cnn": Study(
         lambda seed: demo.trained(digits(), seed, lambda items, total, label: items)[0],
-        lambda: digits().test,
+        lambda: [digits().test],
         "accuracy",
         "digits CNN: accuracy, %",
         _percent,
         CLASSIFIED,
     ),
     "residual": Study(
-        lambda seed: residual.trained(digits(), seed),
-        lambda: digits().test,
+        lambda seed: residual.trained(*digits().train, seed),
+        lambda: [digits().test],
         "accuracy",
         "residual network: accuracy, %",
         _percent,
@@ -133,15 +135,32 @@ STUDIES: Final[Mapping[str, Study]] = {
 }
 
 
-def tables(seeds: int = 5, models: Iterable[str] = tuple(STUDIES)) -> Iterator[dict[str, Any]]:
-    """Compare the policies on the models of each seed, and yield a model's table after each."""
-    for model in models:
-        study, scores, unrounded = STUDIES[model], Scores(), list[float]()
+def of_folder(folder: Path) -> Study:
+    """Return the study of the residual network on the images of a folder."""
+    train, test = folders.images(folder)
+    return replace(
+        STUDIES["residual"],
+        make=lambda seed: residual.trained(*train.tensors, seed),
+        data=lambda: list(zip(*(each.split(TESTED) for each in test.tensors), strict=True)),
+        title=f"residual network on {folder.name}: accuracy, %",
+    )
+
+
+def tables(
+    seeds: int = 5, models: Iterable[str] = tuple(STUDIES), folder: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """Compare the policies on the models of each seed, and yield a model's table after each.
+
+    folder: images for the residual network, which is then the only model; None for the digits.
+    """
+    studies = {name: STUDIES[name] for name in models} if folder is None else {"residual": of_folder(folder)}
+    for model, study in studies.items():
+        scores, unrounded = Scores(), list[float]()
         data = study.data()
         for seed in range(seeds):
             named = policies(study.published)
             made = fused(study.make(seed))
-            report = fxround.compare(made, [data], named, [study.metric], samples=1, seed=seed, progress=False)
+            report = fxround.compare(made, data, named, [study.metric], samples=1, seed=seed, progress=False)
             unrounded.append(report.unrounded[0].mean)
             for row in report.policies:
                 if row.error:

@@ -14,15 +14,19 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
 
 import fxround
 from benchmarks.low_precision import BATCH, TRAINING, Data
+from benchmarks.published import folders
+from benchmarks.published.folders import Images
 from fxround import Policy, Rule
 from fxround.policy import wage
 from fxround.significance.bits import student_half_width
@@ -32,6 +36,7 @@ from fxround.training.wage import initial_weights, normalize_gradients
 RATE: Final = 0.05
 MOMENTUM: Final = 0.9
 EPOCHS: Final = 30
+TESTED: Final = 1000
 BLOCKS: Final = "scaled(int8;tensor,e8m0fnu,floor)/stochastic"
 # Test errors in percent on CIFAR-10. VGG16: SGD-FP, SGD-LP and SWALP in github.com/Tiiiger/QPyTorch,
 # examples/SWALP/README.md. WAGE's network: an accuracy of 93.04 %, the mean of four seeds, in
@@ -46,13 +51,13 @@ COLUMNS: Final = ("format", "test error, %", "by seed", "published, CIFAR-10: te
 
 
 class Net(nn.Module):
-    """Two convolutions, a hidden layer, ten classes, no biases: images (N, 1, 8, 8) to logits (N, 10)."""
+    """Two convolutions, a hidden layer, no biases: images (N, channels, side, side) to logits (N, classes)."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 1, side: int = 8, classes: int = 10) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 3, padding=1, bias=False)
+        self.conv1 = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1, bias=False)
-        self.fc1, self.fc2 = nn.Linear(32 * 4, 64, bias=False), nn.Linear(64, 10, bias=False)
+        self.fc1, self.fc2 = nn.Linear(32 * (side // 4) ** 2, 64, bias=False), nn.Linear(64, classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
@@ -102,10 +107,20 @@ SCHEMES: Final[Mapping[str, Scheme]] = {
 }
 
 
-def trained(scheme: Scheme, data: Data, seed: int, epochs: int = EPOCHS) -> tuple[Net, Any]:
+def images_of(folder: Path | None) -> Images:
+    """Return the images of a folder; None for the digits, of which the first TRAINING are trained on."""
+    if folder is not None:
+        return folders.images(folder)
+    data = Data.load()
+    first, rest = slice(TRAINING), slice(TRAINING, None)
+    return TensorDataset(data.images[first], data.digits[first]), TensorDataset(data.images[rest], data.digits[rest])
+
+
+def trained(scheme: Scheme, data: TensorDataset, seed: int, epochs: int = EPOCHS) -> tuple[Net, Any]:
     """Return the network with the weights of the last step, and the module that is to be tested."""
     torch.manual_seed(seed)
-    net = Net()
+    images, labels = data.tensors
+    net = Net(images.shape[1], images.shape[2], int(labels.max()) + 1)
     policy, scales = scheme.policy(net, seed)
     compiled = fxround.compile(net, policy, seed=seed)
     if scales is None:
@@ -119,9 +134,9 @@ def trained(scheme: Scheme, data: Data, seed: int, epochs: int = EPOCHS) -> tupl
         if epoch == late and not scheme.averages:
             plain.param_groups[0]["lr"] *= 0.1 if scales is None else 0.125
         compiled.train()
-        for batch in torch.randperm(min(TRAINING, len(data.digits)), generator=shuffled).split(BATCH):
+        for batch in torch.randperm(len(images), generator=shuffled).split(BATCH):
             optimizer.zero_grad()
-            F.cross_entropy(compiled(data.images[batch]), data.digits[batch]).backward()
+            F.cross_entropy(compiled(images[batch]), labels[batch]).backward()
             if scales is not None:
                 normalize_gradients(net, scales)
             optimizer.step()
@@ -131,19 +146,20 @@ def trained(scheme: Scheme, data: Data, seed: int, epochs: int = EPOCHS) -> tupl
 
 
 @torch.no_grad()
-def error_of(tested: Any, data: Data) -> float:
+def error_of(tested: Any, data: TensorDataset) -> float:
     """Return the error on the test images, in percent."""
-    predicted = tested(data.images[TRAINING:]).argmax(1)
-    return 100 * (predicted != data.digits[TRAINING:]).double().mean().item()
+    images, labels = data.tensors
+    predicted = torch.cat([tested(part).argmax(1) for part in images.split(TESTED)])
+    return 100 * (predicted != labels).double().mean().item()
 
 
-def tables(seeds: int = 5) -> Iterator[dict[str, Any]]:
-    """Train with each seed, and yield the table after each."""
-    data = Data.load()
+def tables(seeds: int = 5, folder: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Train with each seed, and yield the table after each. folder: images to learn; None for the digits."""
+    train, test = images_of(folder)
     errors: dict[str, list[float]] = {name: [] for name in SCHEMES}
     for seed in range(seeds):
         for name, scheme in SCHEMES.items():
-            errors[name].append(error_of(trained(scheme, data, seed)[1], data))
+            errors[name].append(error_of(trained(scheme, train, seed)[1], test))
         yield {"published-qpytorch": {"columns": COLUMNS, "numbers": [1, 2, 3], "rows": rows(errors)}}
 
 

@@ -9,19 +9,18 @@ hash. Batches of the test are of other sizes, which must not change the logits.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxround
+from benchmarks.published.folders import Images, mnist
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.training import compile_optimizer
 
@@ -36,7 +35,6 @@ PUBLISHED: Final = (
     "0ca34dcd37105b4af690c46a62407b4b9b097d1063864c6d99f4309aeb4bca3e",
 )
 PUBLISHED_RIGHT: Final = "98.04"
-Images = tuple[TensorDataset, TensorDataset]
 
 
 def network() -> nn.Module:
@@ -54,34 +52,6 @@ def hash_of(tensors: Iterator[Tensor] | list[Tensor]) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def read_idx(path: Path) -> Tensor:
-    """Read a file of bytes in the format of MNIST's, which may be packed by gzip.
-
-    Raises ValueError for another file.
-    """
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
-        raise ValueError(f"{path} is no file of unsigned bytes in the format IDX: it begins with {data[:4]!r}")
-    shape = np.frombuffer(data, ">i4", data[3], 4).tolist()
-    return torch.from_numpy(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).copy()).reshape(shape)
-
-
-def mnist(folder: Path) -> Images:
-    """Return MNIST's images (N, 1, 28, 28) in 0..1 and labels. Raises FileNotFoundError for a missing file."""
-
-    def read(name: str) -> Tensor:
-        files = [p for end in ("", ".gz") for p in sorted(folder.rglob(name + end))]
-        if not files:
-            raise FileNotFoundError(f"{folder} has no file {name} or {name}.gz")
-        return read_idx(files[0])
-
-    sets = []
-    for part in ("train", "t10k"):
-        images, labels = read(f"{part}-images-idx3-ubyte"), read(f"{part}-labels-idx1-ubyte")
-        sets.append(TensorDataset(images[:, None].float().div(255), labels.long()))
-    return sets[0], sets[1]
 
 
 def digits() -> Images:
@@ -129,9 +99,9 @@ def _run(images: Images, tested: int, policy: str | None) -> list[str]:
     return [initial, hash_of(net.parameters()), hash_of([logits]), f"{right:.2f}"]
 
 
-def tables(data: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Train in each variation, and yield the table after each. data: a folder with MNIST; None for the digits."""
-    images = digits() if data is None else mnist(data)
+def tables(folder: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Train in each variation, and yield the table after each. folder: with MNIST; None for the digits."""
+    images = digits() if folder is None else mnist(folder)
     variations: dict[str, dict[str, Any]] = {"1 thread": {}, "2 threads": {"threads": 2}, "3 threads": {"threads": 3}}
     variations |= {f"code for {isa}": {"isa": isa} for isa in instruction_sets() if isa != "host"}
     variations |= {"test in batches of 7": {"tested": 7}, "test as a whole": {"tested": len(images[1])}}

@@ -1,4 +1,4 @@
-"""A residual network for small images, trained on scikit-learn's digits with stock PyTorch."""
+"""A residual network for small images, trained with stock PyTorch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxround.demo import Digits
-
 EPOCHS: Final = 8
 WIDTH: Final = 32
 BLOCKS: Final = 8
 
 
 class Block(nn.Module):
-    """Two convolutions with norms, added to their argument: (N, 32, 8, 8) to the same shape."""
+    """Two convolutions with norms, added to their argument: (N, 32, height, width) to the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,13 +27,13 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """A convolution, eight blocks, and a linear layer: images (N, 1, 8, 8) to logits (N, 10)."""
+    """A convolution, eight blocks, and a linear layer: images (N, channels, height, width) to logits (N, classes)."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int = 1, classes: int = 10) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH)
+        self.conv, self.norm = nn.Conv2d(channels, WIDTH, 3, padding=1, bias=False), nn.BatchNorm2d(WIDTH)
         self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.logits = nn.Linear(WIDTH, 10)
+        self.logits = nn.Linear(WIDTH, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
@@ -43,10 +41,10 @@ class Residual(nn.Module):
         return logits
 
 
-def trained(digits: Digits, seed: int) -> Residual:
+def trained(images: Tensor, labels: Tensor, seed: int) -> Residual:
     """Train by Adam on batches of 64, the rate falling to zero."""
     torch.manual_seed(seed)
-    model, (images, labels) = Residual(), digits.train
+    model = Residual(images.shape[1], int(labels.max()) + 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, EPOCHS * -(-len(images) // 64))
     for _ in range(EPOCHS):
