@@ -174,8 +174,8 @@ def _parsed(rounding: Any, gradient: Any, dim: Any) -> tuple[Rounding | ScaledRo
     parsed, how = any_rounding(rounding), Gradient.parse(gradient)
     if isinstance(parsed, ScaledRounding) and parsed.hadamard is not None:
         raise ValueError(f"{parsed.hadamard} transforms operands of products; round takes {parsed.format} without it")
-    if not how.applies(parsed):
-        raise ValueError(f"gradient = {str(how)!r}: {how.refusal(parsed)}")
+    if refusal := how.refusal(parsed):
+        raise ValueError(f"gradient = {str(how)!r}: {refusal}")
     if dim is not None and not any(isinstance(r, ScaledRounding) for r in (parsed, how.rounding)):
         raise ValueError(
             f"dim is {shown(dim)}: {parsed} is not scaled; leave dim away, or name a format such as 'mxfp8'"

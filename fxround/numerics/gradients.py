@@ -83,27 +83,26 @@ class Gradient:
             raise ValueError(f"{rounding}: a transform and a delayed scale belong to operands of products")
         return Gradient(factor == ZEROED, rounding, factor == ESTIMATED)
 
-    def applies(self, rounding: Rounding | ScaledRounding) -> bool:
-        """Whether the rounding has what the factor needs: a clamp, or neighbours of every value in range."""
+    def refusal(self, rounding: Rounding | ScaledRounding) -> str:
+        """Return why the factor does not apply to a rounding; "" if it does.
+
+        The factor of 0 for what is clamped needs a clamp, and the estimate neighbours of every value in range.
+        """
         if isinstance(rounding, ScaledRounding):
             clamped, grid = clamps_elements(rounding), rounding.format.element
         else:
             clamped, grid = clamps(rounding), rounding.format
-        if self.zero_clamped:
-            return clamped
-        return not self.estimated or (grid.is_grid and not rounding.mode.jitter and rounding.overflow != "wrap")
-
-    def refusal(self, rounding: Rounding | ScaledRounding) -> str:
-        """Return what to say of a rounding to which the factor does not apply."""
-        if self.zero_clamped and isinstance(rounding, Rounding):
+        if self.zero_clamped and not clamped:
+            if isinstance(rounding, ScaledRounding):
+                return f"{rounding} clamps nothing"
             mode = "nearest_even" if rounding.mode.jitter else rounding.mode
             return f"{rounding} clamps nothing; write {rounding.format}/{mode}/saturate"
-        if self.zero_clamped:
-            return f"{rounding} clamps nothing"
-        return (
-            f"{rounding} has no smooth curve: that needs a floating-point format, fixed point or integers, a mode "
-            "without jitter, and an overflow other than wrap"
-        )
+        if self.estimated and not (grid.is_grid and not rounding.mode.jitter and rounding.overflow != "wrap"):
+            return (
+                f"{rounding} has no smooth curve: that needs a floating-point format, fixed point or integers, a mode "
+                "without jitter, and an overflow other than wrap"
+            )
+        return ""
 
 
 def clamps(rounding: Rounding) -> bool:

@@ -144,7 +144,7 @@ def _estimated(graph: fx.GraphModule, value: _Rounded, gradient: fx.Node) -> Non
     """Multiply the gradient by the estimated derivative of a rounding."""
     blocks, node = value.assignment.blocks, value.node
     rounding, dtype, xs = blocks or value.rounding, node.meta["val"].dtype, [node]
-    if not value.assignment.gradient.applies(rounding) or (value.place.kind == "exact" and _chooses(node, rounding)):
+    if value.assignment.gradient.refusal(rounding) or (value.place.kind == "exact" and _chooses(node, rounding)):
         return
     final = node
     if blocks is not None:

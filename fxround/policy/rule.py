@@ -198,8 +198,8 @@ class Rule:
                 if scaled
                 else resolve(str(self.rounding), _wide_dtype(self.rounding))
             )
-            if not how.applies(rounding):
-                raise PolicyError(f"gradient = {shown(self.gradient)}: {how.refusal(rounding)}")
+            if refusal := how.refusal(rounding):
+                raise PolicyError(f"gradient = {shown(self.gradient)}: {refusal}")
         return " ".join(words)
 
     @property
