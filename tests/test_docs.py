@@ -22,6 +22,7 @@ from fxround import cli
 from fxround.numerics.formats import FORMATS, Format
 from fxround.numerics.modes import MODES
 from fxround.operators.formulas import FORMULAS, TABLES
+from fxround.operators.formulas.table import COMPLEX_FORMULAS
 from fxround.operators.rules import Kind
 from fxround.policy import PRESETS, ROLES
 from fxround.runtime.cpu.llvm.engine import instruction_sets
@@ -174,6 +175,7 @@ ROWS = {
     ("numerics.md", "formats"): [format_row(f) for f in FORMATS.values()],
     ("numerics.md", "modes"): [f"| `{name}` |" for name in MODES],
     ("numerics.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in FORMULAS.values()}),
+    ("complex.md", "formulas"): sorted({f.__doc__.strip() for f in COMPLEX_FORMULAS.values() if f.__doc__}),
     ("reproducibility.md", "formulas"): sorted({(f.__doc__ or "").strip() for f in TABLES["repdl"].values()}),
     ("variability.md", "metrics"): [f"| `{m.name}` | {m.meaning} |" for m in METRICS.values()],
     ("policies.md", "presets"): [f"`{name}`" for name in PRESETS],

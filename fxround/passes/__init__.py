@@ -20,6 +20,7 @@ from fxround.graph.values import drop_aliases, module_of, settle
 from fxround.kernels.program import UNROUNDED
 from fxround.passes.assign import assign
 from fxround.passes.classify import classify
+from fxround.passes.complex_parts import split_complex
 from fxround.passes.contractions import lower_contractions
 from fxround.passes.dropout_masks import lower_draws
 from fxround.passes.inject_faults import inject_faults
@@ -40,6 +41,7 @@ from fxround.passes.verify import verify, verify_accounted
 
 LOWERING: Final[tuple[Pass, ...]] = (
     normalize,
+    split_complex,
     classify,
     assign,
     add_random_state,
@@ -68,7 +70,7 @@ def classified(graph: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     own_bodies(copied)
     for part in graphs_of(copied):
         settle(part)
-    for step in (normalize, classify):
+    for step in (normalize, split_complex, classify):
         for part in _outer_first(copied):
             step(part, plan)
         for part in graphs_of(copied):

@@ -59,7 +59,7 @@ _ROLE_OF_PORT: Final = {
     "random": "constant",
 }
 _ALIAS: Final = torch.ops.aten.alias.default
-_COMPLEX: Final = "fxround has no kernels for complex numbers"
+_COMPLEX: Final = "fxround has no formula for this operation on complex numbers"
 _INDEX: Final = "it becomes an index and depends on no data: it only chooses elements"
 # Operators that make integers, and those that make multiples of one half from such multiples.
 _INTEGER_PARTS: Final = frozenset({"floor", "ceil", "round", "trunc"})

@@ -1,4 +1,4 @@
-"""Complex numbers: PyTorch's kernels compute them, their parts are rounded once, and strict policies refuse them."""
+"""Complex numbers in the passes: operations without a formula are PyTorch's, and strict policies refuse them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,10 @@ class Mixer(nn.Module):
         return self.out(filtered + torch.fft.fft(x).real)
 
 
-def made(x: Tensor) -> Tensor:
-    return torch.view_as_real(torch.complex(x, x * 2).conj() * torch.complex(x, x)).sum(-1)
-
-
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
-    "spectrum": lambda x: torch.fft.rfft(x).abs(),
-    "phase": lambda x: torch.angle(torch.fft.rfft(x)),
-    "made": made,
-    "stft": lambda x: torch.stft(x, 8, window=torch.ones(8), return_complex=True).abs().square(),
+    "sine": lambda x: torch.view_as_real(torch.sin(torch.complex(x, -x))),
+    "root": lambda x: torch.view_as_real(torch.complex(x, -x).sqrt().t()),
+    "variance": lambda x: torch.complex(x, x).var(1),
 }
 
 
@@ -51,15 +46,16 @@ def test_parts_are_rounded_once_and_identity_has_the_bits_of_pytorch(name: str) 
     # A tolerance: a few roundings to 8 bits.
     torch.testing.assert_close(y, function(x), rtol=0.05, atol=0.5)
     assert any(
-        "no kernels for complex numbers; its result is rounded once" in line for line in rounded.coverage().unrounded
+        "no formula for this operation on complex numbers; its result is rounded once" in line
+        for line in rounded.coverage().unrounded
     )
 
 
-def test_the_parts_of_a_spectrum_are_those_of_a_rounded_spectrum() -> None:
-    x = torch.randn(2, 16)
-    parts = fxround.compile(lambda x: torch.view_as_real(torch.fft.rfft(x)), "e5m2")(x)
-    wanted = torch.view_as_real(torch.fft.rfft(fxround.round(x, "e5m2")))
-    assert torch.equal(parts, fxround.round(wanted, "e5m2"))
+def test_the_parts_of_a_stock_result_are_rounded_once() -> None:
+    x = torch.randn(2, 16, 2)
+    parts = fxround.compile(lambda x: torch.view_as_real(torch.sin(torch.view_as_complex(x))), "e5m2")(x)
+    wanted = torch.view_as_real(torch.sin(torch.view_as_complex(fxround.round(x, "e5m2"))))
+    assert torch.equal(parts, fxround.round(wanted, "e5m2"))  # stock: kept (the operation has no formula)
 
 
 def test_a_model_with_a_fourier_transform_trains() -> None:
@@ -68,26 +64,21 @@ def test_a_model_with_a_fourier_transform_trains() -> None:
     model(x).square().sum().backward()
     assert x.grad is not None
     wanted = [x.grad.clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    for policy, exact in (("identity", True), ("stochastic", False), ("mxfp8", False)):
+    for policy, bound in (("identity", 1e-5), ("stochastic", 1e-5), ("mxfp8", 0.3)):
         x.grad = None
         model.zero_grad()
         fxround.compile(model, policy)(x).square().sum().backward()
         got = [x.grad, *(p.grad for p in model.parameters())]
         for a, b in zip(got, wanted, strict=True):
             assert a is not None
-            if exact:
-                assert torch.equal(a, b)
-            else:
-                # A tolerance: products of eight bits.
-                assert (a - b).norm() < 0.3 * b.norm()
+            # A tolerance: other orders of additions, and products of eight bits.
+            assert (a - b).norm() < bound * b.norm()
 
 
 def test_a_strict_policy_names_the_operation_and_the_line() -> None:
-    told = (
-        r"aten\._fft_r2c.*rfft\(x\).*: torch\.fft\.rfft \(node torch_fft_rfft_parts\) .*no kernels for complex numbers"
-    )
+    told = r"aten\.pow.*z\*\*0\.5.*: torch\.pow \(node torch_pow_parts\) .*no formula for this operation on complex"
     with pytest.raises(UnsupportedOperator, match=told):
-        fxround.compile(lambda x: torch.fft.rfft(x).abs(), "reproducible")(torch.randn(2, 8))
+        fxround.compile(lambda z: z**0.5, "reproducible")(torch.randn(2, 8, dtype=torch.cfloat))  # fmt: skip
 
 
 class Spectral(nn.Module):
@@ -115,13 +106,16 @@ def spectral() -> tuple[Spectral, Tensor]:
 
 
 def test_parts_of_complex_arguments_and_parameters_are_rounded(spectral: tuple[Spectral, Tensor]) -> None:
-    model, z = spectral
-    spectrum, signal = fxround.compile(model, "bfloat16")(z)
-    rounded = [torch.view_as_complex(fxround.round(x, "bfloat16")) for x in parts(z, model.weight, model.phase)]
-    product = torch.view_as_complex(fxround.round(*parts(rounded[0] @ rounded[1]), "bfloat16"))
-    wanted = fxround.round(*parts(product * rounded[2]), "bfloat16")
-    assert torch.equal(*parts(spectrum), wanted)
-    assert torch.equal(signal, fxround.round(torch.fft.irfft(torch.view_as_complex(wanted)), "bfloat16"))
+    class Read(Spectral):
+        def forward(self, z: Tensor) -> Any:
+            return [torch.view_as_real(x) for x in (z, self.weight, self.phase)], (z @ self.weight) * self.phase
+
+    model, z = Read(), spectral[1]
+    read, spectrum = fxround.compile(model, "bfloat16")(z)
+    rounded = [fxround.round(x, "bfloat16") for x in parts(z, model.weight, model.phase)]
+    assert all(map(torch.equal, read, rounded))
+    given = [torch.view_as_complex(x) for x in rounded]
+    assert torch.equal(spectrum, fxround.compile(lambda z, w, p: (z @ w) * p, "bfloat16")(*given))
 
 
 def test_complex_parameters_have_gradients(spectral: tuple[Spectral, Tensor]) -> None:
@@ -135,7 +129,9 @@ def test_complex_parameters_have_gradients(spectral: tuple[Spectral, Tensor]) ->
         return found
 
     wanted = gradients(model)
-    assert all(map(torch.equal, gradients(fxround.compile(model, "identity")), wanted))
+    for found, want in zip(gradients(fxround.compile(model, "identity")), wanted, strict=True):
+        # A tolerance: other orders of additions.
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
     for found, want in zip(gradients(fxround.compile(model, "bfloat16")), wanted, strict=True):
         assert torch.equal(found, fxround.round(found, "bfloat16")) and not torch.equal(found, want)
         # A tolerance: a few roundings to 8 bits.
@@ -149,8 +145,10 @@ def test_complex_tensors_have_every_layout_size_and_width(spectral: tuple[Spectr
         square, numbers = rounded(given)
         narrow = [fxround.round(x, "bfloat16") for x in parts(given)]
         assert torch.equal(numbers, *narrow) and square.dtype == given.dtype
-        exact = torch.view_as_complex(*narrow)
-        assert torch.equal(*parts(square), fxround.round(*parts(exact * exact), "bfloat16"))
+        a, b = narrow[0].double().unbind(-1)  # products of bfloat16 numbers and most of their sums are exact
+        aa, bb, ab = (fxround.round(x, "bfloat16") for x in (a * a, b * b, a * b))
+        want = torch.stack([aa - bb, ab + ab], -1)
+        assert torch.equal(parts(square)[0].double(), fxround.round(want, "bfloat16"))
 
 
 def test_studies_count_the_parts_of_complex_results(spectral: tuple[Spectral, Tensor], tmp_path: Path) -> None:
@@ -167,11 +165,11 @@ def test_studies_count_the_parts_of_complex_results(spectral: tuple[Spectral, Te
     assert all(map(torch.equal, fxround.load(tmp_path / "model.pt2")(z), compiled.evaluate(z)))
 
 
-def test_a_strict_policy_moves_complex_numbers_and_refuses_to_compute_them(spectral: tuple[Spectral, Tensor]) -> None:
+def test_a_strict_policy_moves_complex_numbers_and_refuses_numbers_of_the_program(
+    spectral: tuple[Spectral, Tensor],
+) -> None:
     model, z = spectral
     assert torch.equal(fxround.compile(lambda z: torch.view_as_real(z).clone(), "reproducible")(z), *parts(z))
-    with pytest.raises(UnsupportedOperator, match=r"aten\.mm.*z @ self\.weight.*no kernels for complex numbers"):
-        fxround.compile(model, "reproducible")(z)
     with pytest.raises(CaptureError, match="a complex number as a tensor"):
         fxround.compile(lambda x, k: (x * k).real, "bfloat16")(torch.ones(2), 2j)
     optimizer = fxround.compile_optimizer(torch.optim.SGD(model.parameters(), 0.1), "bfloat16")

@@ -26,6 +26,8 @@ Formula = Callable[..., Any]
 # The formulas of each set of definitions. An operator that a set lacks has fxround's own formula.
 TABLES: Final[Mapping[str, dict[Any, Formula]]] = MappingProxyType({name: {} for name in DEFINITIONS})
 FORMULAS: Final = TABLES[OWN]
+# The formulas of operators on complex numbers. The same operator on real numbers has another formula, or none.
+COMPLEX_FORMULAS: Final[dict[Any, Formula]] = {}
 # Formulas of operators that other packages define, by name, because those packages may be imported later or not at all.
 _FOREIGN: Final[dict[str, Formula]] = {}
 # The operators whose formulas reduce data to statistics: means, variances, the maxima and sums of a softmax.
@@ -62,6 +64,20 @@ def formula(*operators: Any, definitions: str = OWN, statistics: bool = False) -
     return register
 
 
+def complex_formula(*operators: Any) -> Callable[[Formula], Formula]:
+    """Register a function as the definition of these overloads where an operand or the result is complex.
+
+    The function is called for real operands too, among which are complex Python numbers, and returns NotImplemented
+    where it does not apply.
+    """
+
+    def register(function: Formula) -> Formula:
+        COMPLEX_FORMULAS.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
 def makes_statistics(operator: Any) -> bool:
     """Whether the reductions of an operator's formula are statistics of the data."""
     # By name: the operator that a node remembers may be a copy.
@@ -85,7 +101,19 @@ def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
     # must not load that compiler, so the operator cannot be a key of FORMULAS.
     from torch._inductor.inductor_prims import fma
 
-    return {**core_decompositions(), fma: _multiplied_and_added, **_foreign(), **FORMULAS, **TABLES[definitions]}
+    real = {**core_decompositions(), fma: _multiplied_and_added, **_foreign(), **FORMULAS, **TABLES[definitions]}
+    return real | {operator: _complex_first(made, real.get(operator)) for operator, made in COMPLEX_FORMULAS.items()}
+
+
+def _complex_first(function: Formula, real: Formula | None) -> Formula:
+    """Return a formula of complex numbers, with the one of real numbers where it does not apply."""
+
+    @functools.wraps(function)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return real(*args, **kwargs) if result is NotImplemented and real is not None else result
+
+    return chosen
 
 
 def _foreign() -> dict[Any, Formula]:
