@@ -197,7 +197,10 @@ class Policy:
             return Assignment(None, None, LANES, str(chosen))
         text = last.get("rounding", DTYPE)
         blocks = ScaledRounding.parse(text) if is_scaled(text) else None
-        rounding = in_dtype(resolve(DTYPE if blocks else text, dtype), dtype)
+        try:
+            rounding = in_dtype(resolve(DTYPE if blocks else text, dtype, enters=role in ENTERING), dtype)
+        except ValueError as error:
+            raise PolicyError(f"rule {str(chosen)!r} at {path or 'the root module'}: {error}") from error
         accumulate = last.get("accumulate", WIDE)
         _require_within(rounding, dtype, str(chosen), operator, path)
         how: Accumulation | Literal["native"] = NATIVE
@@ -232,8 +235,8 @@ class Policy:
         """Return the preset of this name, or the policy of a format or rounding.
 
         The policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate", "fp16") rounds every result, weight
-        and input with it, and accumulates in binary32; that of ``sbits(t)`` accumulates in the dtype, or in binary32
-        for 16 bits. The policy of a scaled format ("mxfp8",
+        and input with it, and accumulates in binary32; that of ``sbits(t)``, and of a format that binary32 does not
+        hold, accumulates in the dtype, or in binary32 for 16 bits. The policy of a scaled format ("mxfp8",
         "int8:channel/stochastic") rounds the operands of contractions, and leaves every result in its dtype. Raises
         PolicyError for an unknown name, with the known ones.
         """
@@ -245,7 +248,9 @@ class Policy:
                 return of_operands(name, Rule(operands=name))
             if has_stored_bits(name):
                 return in_format(name, name, WIDE)
-            return in_format(name, Rounding.parse(name))
+            rounding = Rounding.parse(name)
+            fits = rounding.format.within(FORMATS["binary32"])
+            return in_format(name, rounding, "binary32" if fits else WIDE)
         except ValueError as error:
             if any(mark in name for mark in "/(:") or other_numbers(name):
                 raise PolicyError(f"policy {shown(name)}: {error}") from error

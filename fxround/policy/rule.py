@@ -239,14 +239,17 @@ class Rule:
         return selects(self.match, self.operator, path=path, name=operator, kind=kind)
 
 
-def resolve(text: str, dtype: str) -> Rounding:
+def resolve(text: str, dtype: str, enters: bool = False) -> Rounding:
     """Return the rounding of a text whose format may be ``dtype``, or a number of stored bits.
 
-    A dtype without infinities overflows as PyTorch's conversion to it does, unless the text asks for saturation or NaN.
+    enters: of a value that no operation computes: a dtype that the format does not fit keeps its own exponents, and at
+    most its own bits (``as_stored``). A dtype without infinities overflows as PyTorch's conversion to it does, unless
+    the text asks for saturation or NaN.
     """
     head, _, rest = text.partition("/")
     if head != DTYPE:
-        return Rounding.parse(with_stored_bits(text, dtype))
+        rounding = Rounding.parse(with_stored_bits(text, dtype, at_most=enters))
+        return as_stored(rounding, dtype) if enters else rounding
     mode, _, overflow = rest.partition("/")
     if overflow in ("", "inf"):
         overflow = own_overflow(dtype)
@@ -263,6 +266,20 @@ def in_dtype(rounding: Rounding, dtype: str) -> Rounding:
     if dtype not in QUARTERS or rounding.format.within(own) or not own.within(rounding.format):
         return rounding
     return resolve(f"{DTYPE}/{rounding.mode}/{rounding.overflow}", dtype)
+
+
+def as_stored(rounding: Rounding, dtype: str) -> Rounding:
+    """Return the rounding of a value that enters a model in the dtype's format, which no operation computes.
+
+    A dtype with fewer exponents or bits than the rounding's format keeps its exponents: the value is rounded to the
+    format's precision with these, as ``sbits`` does, or stays if the dtype has no more bits.
+    """
+    own, fmt = Format.parse(dtype), rounding.format
+    plain = fmt.is_grid and fmt.span is None and fmt.subnormals and fmt.has_minus_zero and fmt.precision > 1
+    if fmt.within(own) or not plain or dtype in QUARTERS:
+        return rounding
+    bits = min(fmt.precision, own.precision) - 1
+    return Rounding.parse(f"{with_stored_bits(f'sbits({bits})', dtype)}/{rounding.mode}/{rounding.overflow}")
 
 
 def with_dtype(text: str, dtype: str) -> str:

@@ -1,16 +1,19 @@
-"""Stochastic modes at binary64 itself: operators on float64 operands, compared with rational arithmetic."""
+"""Rounding to 52 and 53 bits: operators on float64 operands, compared with rational arithmetic."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
 
+import gmpy2
 import numpy as np
 import pytest
 
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.numerics.arithmetic.operators import OPERATORS
+from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.specification.exact import round_exact
 
 EXACT = {
     "add": lambda a, b: a + b,
@@ -80,3 +83,80 @@ def test_every_operator_stays_within_one_ulp_and_keeps_specials(name: str) -> No
     np.testing.assert_array_equal(perturbed[special], nearest[special])
     distance = perturbed[~special].view(np.int64) - nearest[~special].view(np.int64)
     assert np.abs(distance).max(initial=0) <= 1
+
+
+def at_the_ends(name: str, count: int) -> list[np.ndarray]:
+    """Operands of few and many bits near both ends of binary64's exponents and in between, with sums that cancel."""
+    exponents = [-1074, -1070, -560, -512, -53, 0, 460, 969, 971]
+    values = []
+    for _ in range(OPERATORS[name].arity):
+        few = np.ldexp(RNG.integers(1, 2 ** RNG.integers(1, 53, count)).astype(float), RNG.choice(exponents, count))
+        every = RNG.integers(0, 2**64, count, dtype=np.uint64).view(np.float64)
+        every[~np.isfinite(every)] = 1.0
+        near = RNG.standard_normal(count) * np.exp2(RNG.integers(-4, 4, count))
+        values.append(np.choose(RNG.integers(0, 3, count), [few * RNG.choice([-1, 1], count), every, near]))
+    half = RNG.random(count) < 0.5
+    if name in ("add", "sub"):
+        values[1][half] = (values[0] * RNG.choice([1, -1, 0.5, 2.0**-52, 2.0**-53, 2.0**-54, 3 * 2.0**-54], count))[
+            half
+        ]
+    if name == "fma":
+        with np.errstate(all="ignore"):
+            product = -(values[0] * values[1]) * RNG.choice([1, 1 + 2.0**-52, 0.5, 2.0**-53, 2.0**60], count)
+        values[2] = np.where(half & np.isfinite(product), product, values[2])
+    return values
+
+
+@pytest.mark.part(7)
+@pytest.mark.parametrize("overflow", ["inf", "saturate"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fmt", ["ieee(11,52)", "ieee(8,52)", "ieee(11,53)", "ieee(11,40)"])
+@pytest.mark.parametrize("name", EXACT)
+def test_bits_of_the_specification_from_the_smallest_to_the_largest_numbers(
+    name: str, fmt: str, mode: str, overflow: str
+) -> None:
+    """Two exceptions of the modes that draw: what binary64 makes infinite overflows, and below 2^-958 the lost part of
+    a product may have underflowed."""
+    rounding = Rounding.parse(f"{fmt}/{mode}/{overflow}")
+    arguments = ", ".join(f"x{i}" for i in range(OPERATORS[name].arity))
+    program, loads = Program.parse(f"t0 = {name}({arguments}) @ {rounding}"), ("f64",) * OPERATORS[name].arity
+    if fmt == "ieee(11,53)" and mode in ("nearest_away", "nearest_zero", "nearest_odd"):
+        with pytest.raises(ValueError, match="a precision up to 52"):
+            map_kernel(program, loads, "f64")
+        return
+    values, random = at_the_ends(name, 400), RNG.integers(0, 2**32, 400, dtype=np.uint32)
+    words = [random] if rounding.mode.random_bits else []
+    with np.errstate(all="ignore"):
+        got = map_kernel(program, loads, "f64").body.evaluate(*values, *words)[0]
+    compared = 0
+    for i in range(400):
+        operands = [Fraction(float(v[i])) for v in values]
+        if name == "div" and operands[1] == 0:
+            continue
+        exact = EXACT[name](*operands)
+        draws = rounding.mode.random_bits > 0 and not rounding.mode.jitter
+        near_infinity = 2**1024 - 2**970 <= abs(exact) < 2**1024
+        if exact == 0 or (draws and (near_infinity or abs(exact) < Fraction(2) ** -958)):
+            continue
+        want = round_exact(exact, exact < 0, rounding, int(random[i]))
+        assert float(got[i]).hex() == want.hex(), (str(rounding), [float(v[i]).hex() for v in values], random[i])
+        compared += 1
+    assert compared > 150
+
+
+@pytest.mark.part(3)
+@pytest.mark.parametrize("mode", [m for m in MODES if MODES[m].deterministic or MODES[m].jitter])
+@pytest.mark.parametrize("name", ["exp", "log", "sin", "tanh", "expm1"])
+def test_elementary_functions_of_52_bits(name: str, mode: str) -> None:
+    rounding = Rounding.parse(f"ieee(11,52)/{mode}")
+    body = map_kernel(Program.parse(f"t0 = {name}(x0) @ {rounding}"), ("f64",), "f64").body
+    x = np.concatenate([RNG.standard_normal(60), RNG.uniform(-800, 800, 60), [2.0**-60, 3 * 2.0**-600, 709.9, -744.0]])
+    x = np.abs(x) if name == "log" else x
+    random = RNG.integers(0, 2**32, x.size, dtype=np.uint32)
+    with np.errstate(all="ignore"):
+        got = body.evaluate(x, *([random] if rounding.mode.random_bits else []))[0]
+    with gmpy2.context(precision=3000, emin=-(10**6), emax=10**6):
+        for i, v in enumerate(x):
+            exact = Fraction(*map(int, getattr(gmpy2, name)(gmpy2.mpfr(float(v))).as_integer_ratio()))
+            want = round_exact(exact, exact < 0, rounding, int(random[i]))
+            assert float(got[i]).hex() == want.hex(), (str(rounding), v)

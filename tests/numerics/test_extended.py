@@ -12,7 +12,7 @@ from cuda_host import built
 
 from benchmarks.adversary import ANCHORS, RANGES, reference
 from fxround.numerics.arithmetic.operators import apply
-from fxround.numerics.arithmetic.scalar import Expr, Function, const, param, select
+from fxround.numerics.arithmetic.scalar import Function, const, param, select
 from fxround.numerics.elementary import ELEMENTARY
 from fxround.numerics.modes import Rounding
 
@@ -33,11 +33,10 @@ def evaluated(name: str) -> Function:
     special = const("bool", 0) if found.exact is None else found.exact
     for condition, _ in found.cases:
         special = special | condition
-    exponent = const("u64", 0) if found.exponent is None else found.exponent
-    caught: list[tuple[Expr, Expr]] = []
-    found.rounded_by(lambda total, error: caught.append((total, error)) or total)
+    exponent = const("u64", 0)
+    lost = found.lost()
     results = [apply(name, params, Rounding.parse(f"binary64/{mode}"), "f64", random) for mode in MODES]
-    parts = (*caught[0], exponent, select(special, 1.0, const("f64", 0.0)))
+    parts = (lost.near, lost.size, exponent, select(special, 1.0, const("f64", 0.0)))
     return Function(name, (*params, random), (*parts, *results))
 
 

@@ -128,7 +128,8 @@ def test_every_format_is_a_policy(name: str) -> None:
         said = assigned(policy, role=role, dtype="binary64")
         assert said is not None
         assert said.rounding == Rounding.parse(name)
-        assert said.accumulate == Accumulation.parse("binary32") or role in ENTERING
+        widest = "binary64" if name == "binary64" else "binary32"
+        assert said.accumulate == Accumulation.parse(widest) or role in ENTERING
     assert Policy.parse(Rounding.parse(name)).rules == policy.rules
 
 
@@ -375,3 +376,13 @@ def test_an_unknown_name_has_the_nearest_of_all_kinds_and_the_list_of_all_kinds(
         Policy.parse("nf3")
     with pytest.raises(PolicyError, match=r"no rounding mode is named 'wrap'\. Known: nearest_even"):
         Policy.parse("e4m3fn/wrap")
+
+
+def test_a_buffer_of_fewer_bits_keeps_its_exponents_where_the_format_has_more() -> None:
+    """A float32 buffer of a float64 model; an operation that is stored in float32 is refused still."""
+    for text, entered in (("ieee(10,12)", "ieee(8,12)"), ("sbits(51)", "binary32"), ("binary64", "binary32")):
+        said = assigned(Policy.parse(text), role="buffer", dtype="binary32")
+        assert said is not None
+        assert said.rounding == Rounding.parse(entered)
+        with pytest.raises(PolicyError, match=r"binary32.*(stored|wider dtype)"):
+            assigned(Policy.parse(text), dtype="binary32")

@@ -25,7 +25,7 @@ from typing import Final
 
 from fxround.errors import shown
 from fxround.numerics.arithmetic.flipping import flipped
-from fxround.numerics.arithmetic.forms.beyond import MODES_BEYOND, round_beyond
+from fxround.numerics.arithmetic.forms.beyond import can_round, is_beyond, round_beyond
 from fxround.numerics.arithmetic.residuals import (
     Wide,
     are_binary32,
@@ -37,6 +37,7 @@ from fxround.numerics.arithmetic.residuals import (
     exact_root,
     exact_sum,
     fused_below,
+    fused_beyond,
     fused_inside,
     product_below,
     quotient_below,
@@ -60,6 +61,7 @@ from fxround.numerics.arithmetic.scalar import (
     sqrt,
 )
 from fxround.numerics.elementary import ELEMENTARY
+from fxround.numerics.elementary.approximation import Loss
 from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.single import Single
 from fxround.numerics.faults import numbers_of
@@ -83,11 +85,11 @@ class Operator:
 
     ``wide`` forms the exact value in binary64; ``native`` is the hardware's nearest-even operation, if there is one.
     ``selects``: the result is always a value of the operands' own format, and nothing is rounded. For elementary
-    functions: ``sticky`` evaluates to within a stated bound, rounded to odd; ``rounded_by`` evaluates and applies a
-    rule to the nearest value and what it lost; ``nearest`` is that nearest value; ``quick`` and ``single`` are
-    short evaluations for binary32.
-    ``below`` is ``wide`` for formats with an emin below -900, where the residual of ``wide`` can underflow. ``sign``:
-    the sign, in the highest bit, of an exact sum of zero that is rounded towards negative infinity.
+    functions: ``sticky`` evaluates to within a stated bound, rounded to odd; ``lost`` is the nearest value and what it
+    lost; ``nearest`` is that nearest value; ``quick`` and ``single`` are short evaluations for binary32. ``below`` is
+    ``wide`` for formats with an emin below -900, where the residual of ``wide`` can underflow. ``beyond`` has the sign
+    of its error for all operands; None if ``below`` or ``wide`` does. ``sign``: the sign, in the highest bit, of an
+    exact sum of zero that is rounded towards negative infinity.
     """
 
     name: str
@@ -96,11 +98,12 @@ class Operator:
     native: Callable[..., Expr] | None = None
     selects: bool = False
     sticky: Callable[..., Expr] | None = None
-    rounded_by: Callable[..., Expr] | None = None
+    lost: Callable[..., Loss] | None = None
     nearest: Callable[..., Expr] | None = None
     quick: Callable[..., Quick] | None = None
     single: Callable[..., Single] | None = None
     below: Callable[..., Wide] | None = None
+    beyond: Callable[..., Wide] | None = None
     sign: Callable[..., Expr] | None = None
 
 
@@ -131,7 +134,7 @@ def _elementary(name: str) -> Operator:
         row.arity,
         lambda *args: Wide(row.build(*args)),
         sticky=row.build_sticky,
-        rounded_by=row.build_rounded_by,
+        lost=row.build_lost,
         nearest=row.build_nearest,
         quick=row.quick,
         single=row.single,
@@ -159,7 +162,15 @@ _ARITHMETIC: Final[tuple[Operator, ...]] = (
     Operator("div", 2, exact_quotient, lambda a, b: a / b, below=quotient_below),
     Operator("reciprocal", 1, exact_reciprocal, lambda x: const(x.type, 1.0) / x),
     Operator("sqrt", 1, exact_root, sqrt),
-    Operator("fma", 3, exact_fused, fma, below=fused_below, sign=lambda a, b, c: (bits(a) ^ bits(b)) | bits(c)),
+    Operator(
+        "fma",
+        3,
+        exact_fused,
+        fma,
+        below=fused_below,
+        beyond=fused_beyond,
+        sign=lambda a, b, c: (bits(a) ^ bits(b)) | bits(c),
+    ),
 )
 
 # Every pointwise operator by name. A row of _ARITHMETIC overrides an elementary function of the same name.
@@ -182,20 +193,15 @@ def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) 
     """Raise ValueError where the operator's exact value is not available for this rounding: see the module's text."""
     if operator.selects or _is_native(operator, carriers, rounding):
         return
+    if not is_beyond(rounding) or can_round(rounding):
+        return
     narrow_operands = all(c == "f32" for c in carriers)
-    if narrow_operands and rounding.format.boundary_precision <= 52:
-        return
-    own = rounding.format == _BINARY64
-    if own and (
-        rounding.mode.name in ("up_down", *MODES_BEYOND) or (operator.sticky and rounding.mode.name == "nearest_even")
-    ):
-        return
-    if rounding.format.boundary_precision > 52:
-        operands = "float32" if narrow_operands else "float64"
-        raise ValueError(
-            f"{operator.name} on {operands} operands cannot be rounded to {shown(str(rounding))}: it needs two bits "
-            "more than binary64 has; use a precision up to 51, a float32 result, or binary64 to nearest even or drawn"
-        )
+    operands = "float32" if narrow_operands else "float64"
+    raise ValueError(
+        f"{operator.name} on {operands} operands cannot be rounded to {shown(str(rounding))}: it needs two bits more "
+        "than binary64 has; use a precision up to 52, a float32 result, or binary64 in a mode without a rule of its "
+        "own for ties: nearest_even, the directed ones and those that draw"
+    )
 
 
 def _is_native(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> bool:
@@ -244,12 +250,12 @@ def apply(
     if operator.selects:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
     operands = tuple(map(widen_exactly, args))
-    if rounding.format == _BINARY64 and rounding.mode.name in MODES_BEYOND and random is not None:
-        return _convert(_beyond(operator, operands, rounding, random), out)
-    if rounding.format == _BINARY64:
+    if rounding.format == _BINARY64 and (rounding.mode.jitter or rounding.mode.name == "nearest_even"):
         # For nearest_even and up_down (nearest_even, then a step), rounding the nearest value again changes nothing.
         nearest = _nearest_binary64(operator, operands, rounding)
         return _convert(round_expr(_finite(operator, nearest, operands, rounding), rounding, random), out)
+    if is_beyond(rounding):
+        return _convert(_beyond(operator, operands, rounding, random), out)
     value = _convert(round_expr(_before_rounding(operator, operands, rounding), rounding, random, any_nan), out)
     if {*carriers, out} != {"f32"} or operator.quick is None:
         return value
@@ -303,13 +309,19 @@ def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | Non
     return _unless(doubtful, quick, rounding, value, narrow(low))
 
 
-def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr) -> Expr:
-    """Round to binary64 in a mode that draws, from the nearest value and what it lost."""
-    if operator.rounded_by:
-        return one_nan(operator.rounded_by(lambda t, e: round_beyond(t, e, rounding, random), *operands))
-    wide = operator.wide(*operands)
-    lost = wide.size or wide.error
-    return one_nan(wide.value) if lost is None else round_beyond(wide.value, lost, rounding, random)
+def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr | None) -> Expr:
+    """Round the nearest binary64 value with what it lost."""
+    if operator.lost:
+        near, sign, size, _ = operator.lost(rounding.mode.graded, *operands)
+        return round_beyond(Wide(one_nan(near), sign, size), rounding, random)
+    low = rounding.format.emin < _LEAST
+    wide = (operator.beyond or (operator.below if low else None) or operator.wide)(*operands)
+    if operator.sign is None or rounding.mode.name != "toward_negative":
+        return round_beyond(wide, rounding, random)
+    # Only an exact sum is zero.
+    zero = from_bits(operator.sign(*operands) & (1 << 63))
+    exact = wide.value.equals(0.0) & (wide.error.equals(0.0) if wide.error is not None else const("bool", 1))
+    return round_beyond(replace(wide, value=select(exact, zero, wide.value)), rounding, random)
 
 
 def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
@@ -332,7 +344,11 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
     if rounding.mode.graded or (wide.error is None and wide.odd is None) or _keeps_sides(operator, operands, rounding):
         return nearest
     under_half = (1 << (_BINARY64.precision - rounding.format.boundary_precision)) - 1
-    value = rarely((bits(nearest) & under_half).equals(0), to_odd(wide), nearest)
+    odd = to_odd(wide)
+    if rounding.mode.random_bits and not rounding.mode.jitter and rounding.format.emax == _BINARY64.emax:
+        # Beyond binary64's range the coin decides nothing.
+        odd = select(absolute(nearest).equals(math.inf), nearest, odd)
+    value = rarely((bits(nearest) & under_half).equals(0), odd, nearest)
     if operator.sign is None or rounding.mode.name != "toward_negative":
         return value
     return select(value.equals(0.0), from_bits(operator.sign(*operands) & (1 << 63)), value)

@@ -157,7 +157,8 @@ def exact_quotient(a: Expr, b: Expr) -> Wide:
         ratio = m / n
         # Zero, subnormal, infinite and NaN quotients: their field is 0 or 2047, and the comparison is false.
         normal = ((bits(value) >> 52) & _FIELDS) - 1 < const("u64", _FIELDS - 1)
-        remainder = select(normal, fma(negate(ratio), n, m), remainder)
+        scaled = fma(negate(ratio), n, m)
+        remainder, size = select(normal, scaled, remainder), select(normal, (scaled / n) * (value / ratio), size)
     return Wide(value, from_bits(bits(remainder) ^ (bits(b) & _SIGN)), size)
 
 
@@ -196,6 +197,14 @@ def fused_below(a: Expr, b: Expr, c: Expr) -> Wide:
     return Wide(plain.value, plain.error, odd=_fused_to_odd(a, b, c, plain.value, below=True))
 
 
+def fused_beyond(a: Expr, b: Expr, c: Expr) -> Wide:
+    """Return a * b + c with the sign of its error for all operands, for a format of any exponents."""
+    if are_binary32(a, b):
+        return fused_inside(a, b, c)
+    plain = _fused(a, b, c)
+    return Wide(plain.value, _fused_error(a, b, c, plain.value), size=plain.error)
+
+
 def fused_inside(a: Expr, b: Expr, c: Expr) -> Wide:
     """Return a * b + c for a product that is exact in binary64 and a sum that cannot overflow."""
     return two_sum(a * b, c)
@@ -231,15 +240,24 @@ def _significand(x: Expr) -> _Parts:
     return _Parts(from_bits((code & (_SIGN | _FRACTION)) | (_BIAS << 52)), select(small, field, field + 64))
 
 
-def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr, below: bool = False) -> Expr:
-    """Return a * b + c rounded to odd in binary64.
+class _Scaled(NamedTuple):
+    """a * b + c as ``sum`` times a power of 2.
 
-    A value below 2^-1022 is rounded to odd among the subnormal numbers if ``below``. Otherwise it is not rounded, but
-    keeps its sign and is not zero.
+    ``moved``: the field of the result's exponent plus 8192, u64. ``plain``: where the product is zero, the sum is
+    exactly zero, or an operand is not finite, so that the hardware's result is the exact one.
+    """
+
+    sum: Wide
+    moved: Expr
+    plain: Expr
+
+
+def _scaled_sum(a: Expr, b: Expr, c: Expr) -> _Scaled:
+    """Return a * b + c with operands near 1.
 
     With a and b scaled to [1, 2), their product is in [1, 4) and a multiple of 2^-104. c is scaled along, but to at
     most 2^200 times smaller or larger: beyond that the smaller addend is far below the last bit of the larger one, and
-    any number of its sign has the same effect. Then the power of 2 is put back, within binary64's exponents.
+    any number of its sign has the same effect.
     """
     (m, i), (n, j), (k, field) = _significand(a), _significand(b), _significand(c)
     # The field of c minus that of the product, and the power of 2 of their sum, both with an offset.
@@ -247,20 +265,48 @@ def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr, below: bool = False)
     near = minimum(maximum(apart, _OFFSET - _APART), _OFFSET + _APART)
     without = c.equals(0.0)
     addend = from_bits(bits(k) + ((near - _OFFSET) << 52))
-    sum_ = to_odd(_fused(m, n, select(without, c, addend)))
+    total = _fused(m, n, select(without, c, addend))
     scale = select(without | (apart <= near), i + j, (field + (_BIAS + 64)) - _APART)
-    code = bits(sum_)
     # The result's own field, with an offset: scale exceeds the exponent by 2 * (1023 + 64), of which the sum's field
     # contributes the 1023 that a field has.
-    moved = ((code >> 52) & _FIELDS) + scale + (_OFFSET - 2 * (_BIAS + 64))
+    odd = to_odd(total)
+    moved = ((bits(odd) >> 52) & _FIELDS) + scale + (_OFFSET - 2 * (_BIAS + 64))
+    plain = a.equals(0.0) | b.equals(0.0) | odd.equals(0.0) | ~(_finite(a) & _finite(b) & _finite(c))
+    return _Scaled(total, moved, plain)
+
+
+def _fused_to_odd(a: Expr, b: Expr, c: Expr, nearest: Expr, below: bool = False) -> Expr:
+    """Return a * b + c rounded to odd in binary64.
+
+    A value below 2^-1022 is rounded to odd among the subnormal numbers if ``below``. Otherwise it is not rounded, but
+    keeps its sign and is not zero. Then the power of 2 is put back, within binary64's exponents.
+    """
+    scaled = _scaled_sum(a, b, c)
+    code, moved = bits(to_odd(scaled.sum)), scaled.moved
     inside = (code & (_SIGN | _FRACTION)) | ((moved - _OFFSET) & _FIELDS) << 52
     largest = (_FIELDS << 52) - 1
     large = (code & _SIGN) | largest
     least = _subnormal_to_odd(code, moved) if below else (code & _SIGN) | 1
-    scaled = select(moved <= _OFFSET, least, select(moved >= _OFFSET + _FIELDS, large, inside))
-    # Where the product is zero, the sum is exactly zero, or an operand is not finite, the hardware's result is right.
-    plain = a.equals(0.0) | b.equals(0.0) | sum_.equals(0.0) | ~(_finite(a) & _finite(b) & _finite(c))
-    return select(plain, nearest, from_bits(scaled))
+    result = select(moved <= _OFFSET, least, select(moved >= _OFFSET + _FIELDS, large, inside))
+    return select(scaled.plain, nearest, from_bits(result))
+
+
+def _fused_error(a: Expr, b: Expr, c: Expr, nearest: Expr) -> Expr:
+    """Return a number with the sign of a * b + c minus the nearest binary64 number.
+
+    Where that number is normal, the sum near 1 is rounded as it is, and loses a number of the same sign. Below, its
+    significand, rounded to odd, is compared with the nearest number. An infinite one is beyond.
+    """
+    scaled = _scaled_sum(a, b, c)
+    assert scaled.sum.error is not None
+    code, magnitude = bits(to_odd(scaled.sum)), bits(absolute(nearest))
+    shift = minimum(select(scaled.moved <= _OFFSET, _OFFSET + 1 - scaled.moved, const("u64", 0)), const("u64", 54))
+    exact, rounded = (code & _FRACTION) | (1 << 52), magnitude << shift
+    sign = code & _SIGN
+    outward, inward = from_bits(sign | 1), from_bits((sign ^ _SIGN) | 1)
+    low = select(exact.equals(rounded), 0.0, select(rounded < exact, outward, inward))
+    error = select(scaled.moved <= _OFFSET, low, scaled.sum.error)
+    return select(scaled.plain, 0.0, select(magnitude.equals(_FIELDS << 52), inward, error))
 
 
 def _subnormal_to_odd(code: Expr, moved: Expr) -> Expr:

@@ -59,6 +59,20 @@ class Grid:
         return self.significand & ((const(self.shift.type, 1) << self.shift) - 1)
 
 
+@dataclass(frozen=True)
+class Rest:
+    """What an exact value has below the last bit of a carrier's value next to it towards zero: f ulps, 0 <= f < 1.
+
+    ``inexact``: f > 0. ``above``: the nearest value of the carrier, ties to even, is the one further from zero.
+    ``fraction``: floor(f 2^32), a u32, for the modes that draw with a probability. ``whole``: f 2^32 is an integer.
+    """
+
+    inexact: Expr
+    above: Expr
+    fraction: Expr
+    whole: Expr
+
+
 def locate(ordinal: Expr, fmt: Format, carrier: Carrier) -> Grid:
     """Return the neighbours of a magnitude among the multiples of the format's quantum."""
     code, trailing = carrier.code, carrier.trailing
@@ -105,31 +119,57 @@ def _is_odd_code(kept: Expr, fmt: Format, carrier: Carrier) -> Expr:
     return ((field - first) & 1).equals(0) & ~kept.equals(0)
 
 
-def observe(grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None) -> Lost[Expr]:
-    """Return what a mode's rule may look at, as IR values."""
+def observe(
+    grid: Grid, negative: Expr, rounding: Rounding, random: Expr | None, rest: Rest | None = None
+) -> Lost[Expr]:
+    """Return what a mode's rule may look at, as IR values. rest: what the value has below the carrier's last bit.
+
+    Where the carrier's last bit is the format's, a tie of f = 1/2 counts as decided to even.
+    """
     never = const("bool", 0)
     one = const(grid.shift.type, 1)
     low = grid.low
     odd = ((grid.significand >> grid.shift) & 1).equals(1)
     if rounding.format.even_codes:
         odd = _is_odd_code(grid.below, rounding.format, CARRIERS[FLOAT_OF[low.type]])
+    inexact = low > 0
+    half, above = (low << 1).equals(one << grid.shift), (low << 1) > (one << grid.shift)
+    if rest is not None:
+        inexact = inexact | rest.inexact
+        above = select(grid.shift.equals(0), rest.above, above | (half & rest.inexact))
+        half = half & ~rest.inexact
     drawn, coin = never, never
     if random is not None:
         whole = (low & ((one << _bits_beyond(grid)) - 1)).equals(0)
-        drawn = is_drawn(lost_fraction(grid), whole, rounding.mode, random)
+        fraction = lost_fraction(grid)
+        if rest is not None:
+            fraction, whole = _with_rest(fraction, whole, grid, rest)
+        drawn = is_drawn(fraction, whole, rounding.mode, random)
         coin = (random >> 31).equals(1)
     return Lost(
         negative=negative,
         positive=~negative,
         odd=odd,
         even=~odd,
-        inexact=low > 0,
-        half=(low << 1).equals(one << grid.shift),
-        above=(low << 1) > (one << grid.shift),
+        inexact=inexact,
+        half=half,
+        above=above,
         drawn=drawn,
         coin=coin,
         never=never,
     )
+
+
+def _with_rest(fraction: Expr, whole: Expr, grid: Grid, rest: Rest) -> tuple[Expr, Expr]:
+    """Return the lost fraction to 32 bits with the rest's bits below those of the carrier, and whether it is whole."""
+    near = grid.far_shift < 32
+    shift = minimum(grid.far_shift, 31)
+    if shift.type == "u64":
+        shift = narrow(shift)
+    kept = rest.fraction >> shift
+    fraction = select(near, fraction | kept, fraction)
+    nothing = select(near, rest.whole & (kept << shift).equals(rest.fraction), ~rest.inexact)
+    return fraction, whole & nothing
 
 
 def jitter(ordinal: Expr, fmt: Format, carrier: Carrier, coin: Expr) -> Expr:
@@ -208,17 +248,28 @@ def round_inside(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
     return round_expr(x, inside, random, any_nan=True)
 
 
-def _round_general(x: Expr, rounding: Rounding, random: Expr | None) -> Expr:
+def round_with_rest(x: Expr, rest: Rest, rounding: Rounding, random: Expr | None = None) -> Expr:
+    """Return R of the exact value with the part x towards zero in the carrier and the given rest.
+
+    The format is one of multiples of a quantum, with any number of bits that the carrier has.
+    """
+    CARRIERS[x.type].require(rounding.format)
+    return _round_general(x, rounding, random, rest)
+
+
+def _round_general(x: Expr, rounding: Rounding, random: Expr | None, rest: Rest | None = None) -> Expr:
     carrier, fmt, mode = CARRIERS[x.type], rounding.format, rounding.mode
     encoding = bits(x)
     ordinal = encoding & ((1 << (WIDTH[carrier.code] - 1)) - 1)
     sign = encoding ^ ordinal
     negative = ~sign.equals(0)
     grid = locate(ordinal, fmt, carrier)
-    step = mode.away(observe(grid, negative, rounding, random))
+    step = mode.away(observe(grid, negative, rounding, random, rest))
     rounded = select(step, grid.above, grid.below)
     finite = _bound(rounded, negative, rounding, carrier, random)
-    signed = _apply_sign(finite, ordinal, sign, negative, rounding, carrier)
+    # Zero with a rest is no zero.
+    value = ordinal if rest is None else select(rest.inexact & ordinal.equals(0), 1, ordinal)
+    signed = _apply_sign(finite, value, sign, negative, rounding, carrier)
     return from_bits(_special(signed, ordinal, sign, negative, rounding, carrier))
 
 

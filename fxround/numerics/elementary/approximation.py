@@ -12,22 +12,36 @@ largest finite number and underflow the smallest, so that the next rounding deci
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, fma, from_bits, rarely, select
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, fma, from_bits, negate, rarely, select
 from fxround.numerics.elementary.pairs import f64, two_sum
 
 SIGN: Final = 1 << 63
 SHIFTER: Final = 6755399441055744.0
 """1.5 * 2^52: adding it to |t| < 2^51 leaves t, rounded to an integer, in the low bits."""
 _SHIFTER_BITS: Final = 0x433 << 52 | 1 << 51
+SURE: Final = 2.0**-83
 TINY: Final = 2.0**-30
 """Below this, x - x^3/6 and its like round to x, and the sign of the second term decides the rest."""
 _INFINITY_BITS: Final = 0x7FF << 52
 
 Case = tuple[Expr, Expr | float]
+
+
+class Loss(NamedTuple):
+    """The binary64 number next to a value, and what it lost of it.
+
+    ``sign`` has the sign of the value minus ``near``. ``size`` is the difference; zero where it underflows, and without
+    meaning where ``near`` is infinite. ``sure``: the sign is not in doubt by errors of 2^-84 of the value.
+    """
+
+    near: Expr
+    sign: Expr
+    size: Expr
+    sure: Expr
 
 
 @dataclass(frozen=True)
@@ -78,12 +92,27 @@ class Approximation:
             error = select(absolute(error) > absolute(total) * self.noise, error, 0.0)
         return total, error
 
-    def rounded_by(self, rule: Callable[[Expr, Expr], Expr]) -> Expr:
-        """Return the value as ``rule`` rounds (its nearest binary64 number, what that one lost)."""
+    def lost(self) -> Loss:
+        """Return the nearest binary64 number, and what it lost of the value."""
         total, error = self._parts()
+        near, size, sign = total, error, error
+        if self.residue is not None:
+            sign = select(*self.residue, error)
+        sure = absolute(error) > absolute(total) * SURE
+        if self.exponent is not None:
+            scaled = _scale(total, self.exponent)
+            near = rarely(absolute(scaled) <= 2.0**-1022, self._subnormal(self.exponent), scaled)
+            # What the exponent's bounds took away counts too: the difference is exact, both being within a factor of 2.
+            missed = total - _scale(near, 0 - self.exponent)
+            size = _scale(missed + error, self.exponent)
+            sign = select(missed.equals(0.0), sign, missed + error)
+            infinite = absolute(near).equals(math.inf) & (absolute(total) < math.inf)
+            sign, sure = select(infinite, negate(total), sign), sure | infinite | ~missed.equals(0.0)
         if self.exact is not None:
-            error = select(self.exact, 0.0, error)
-        return _override(_scale(rule(total, error), self.exponent), self.cases)
+            sign = select(self.exact, 0.0, sign)
+        for condition, special in self.cases:
+            near, sign, sure = select(condition, special, near), select(condition, 0.0, sign), sure | condition
+        return Loss(near, sign, select(sign.equals(0.0), 0.0, size), sure)
 
     def sticky(self) -> Expr:
         """Return the value rounded to odd. An inexact value is neither zero nor infinite."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fxround.numerics.arithmetic.scalar import Expr, Function, param, widen
-from fxround.numerics.elementary.approximation import Approximation
+from fxround.numerics.arithmetic.scalar import Expr, Function, param, select, widen
+from fxround.numerics.elementary.approximation import Approximation, Loss
 from fxround.numerics.elementary.quick import Quick
 from fxround.numerics.elementary.single import Single
 
@@ -42,9 +42,17 @@ class Elementary:
         """Return the value in binary64, within ``error_bound`` ulps, for f64 expressions."""
         return self.define(*self._checked(args)).nearest()
 
-    def build_rounded_by(self, rule: Callable[[Expr, Expr], Expr], *args: Expr) -> Expr:
-        """Return the value as ``rule`` rounds (the nearest binary64 number, what it lost), for the modes that draw."""
-        return self._extended(args).rounded_by(rule)
+    def build_lost(self, graded: bool, *args: Expr) -> Loss:
+        """Return the nearest binary64 number, the sign of what it lost, and how much, by the definition in pairs.
+
+        Where that does not show the sign, as in 1 - tanh(100), the other one does, unless only the size is needed
+        (``graded``).
+        """
+        lost = self._extended(args).lost()
+        if graded or self.extended is None:
+            return lost
+        other = self.define(*args).lost().sign
+        return lost._replace(sign=select(lost.sure | other.equals(0.0), lost.sign, other))
 
     def build_nearest(self, *args: Expr) -> Expr:
         """Return the nearest binary64 number, but for one value in 2^30 that lies next to a midpoint."""

@@ -23,10 +23,11 @@ def has_stored_bits(text: Any) -> bool:
     return isinstance(text, str) and _WRITTEN.search(text) is not None
 
 
-def with_stored_bits(text: str, dtype: str) -> str:
+def with_stored_bits(text: str, dtype: str, at_most: bool = False) -> str:
     """Return the text with the formats of a dtype ("binary64") in place of ``sbits(t)``.
 
-    Raises ValueError for a t that the dtype does not store, and for a dtype of 8 bits.
+    at_most: a dtype that stores fewer bits keeps all of its own. Raises ValueError for a t that the dtype does not
+    store, and for a dtype of 8 bits.
     """
 
     def format_of(written: re.Match[str]) -> str:
@@ -36,6 +37,8 @@ def with_stored_bits(text: str, dtype: str) -> str:
                 f"{written[0]} of {dtype} values: expected values of binary64, binary32, bfloat16 or binary16"
             )
         stored = FORMATS[dtype].precision - 1
+        if at_most and stored < bits < FORMATS["binary64"].precision:
+            return dtype
         if not 1 <= bits <= stored:
             raise ValueError(f"{written[0]} of {dtype} values, which have {stored} stored bits: expected 1 to {stored}")
         return dtype if bits == stored else f"ieee({_EXPONENTS[dtype]},{bits + 1})"

@@ -66,6 +66,22 @@ class Mode:
         tiny = Lost(False, True, False, True, True, False, False, False, False, False)
         return bool(self.away(tiny)) != bool(self.away(replace(tiny, drawn=True)))
 
+    @property
+    def ties_to_even(self) -> bool:
+        """Whether a tie may count as decided to even: as more than half if the kept significand is odd, else less.
+
+        This holds for nearest_even, and for every rule to which half a quantum is nothing special.
+        """
+        tie = Lost(False, True, False, True, True, True, False, False, False, False)
+        below, above = replace(tie, half=False), replace(tie, half=False, odd=True, even=False, above=True)
+        odd = replace(tie, odd=True, even=False)
+        return all(
+            bool(self.away(replace(a, drawn=d, coin=c))) == bool(self.away(replace(b, drawn=d, coin=c)))
+            for a, b in ((tie, below), (odd, above))
+            for d in (False, True)
+            for c in (False, True)
+        )
+
     def overflows(self, negative: bool) -> bool:
         """Whether a finite value beyond the maximum leaves the range; otherwise it stays at the maximum.
 

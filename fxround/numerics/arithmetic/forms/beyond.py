@@ -1,63 +1,64 @@
-"""Random rounding to binary64 itself, where no wider carrier holds the exact value.
+"""Rounding to so many bits that binary64 has not two more: to 52 and 53, and to more than 24 in the modes that draw.
 
-The exact value is given as t + e: t is the nearest binary64 number and e an estimate of its error. It lies between t
-and a neighbour of t. The kept value, the one nearer to zero, is t, or t's neighbour towards zero if e points inwards;
-the lost fraction is |e| / ulp, or one minus that. The modes that draw need nothing else. For a product:
-``round_beyond(a * b, fma(a, b, -t), Rounding.parse("binary64/stochastic"), random)``.
+The exact value is given as t + e: t is the nearest binary64 number and e an estimate of its error, which has the
+error's sign. It lies between t and a neighbour of t. The number towards zero is t, or t's neighbour if e points
+inwards; what the value has beyond it is |e| / ulp, or one minus that. The rules of the modes need nothing else. For a
+product:
+``round_beyond(Wide(a * b, fma(a, b, -t)), Rounding.parse("binary64/stochastic"), random)``.
 
-``e`` is exact for sums and within a few ulps of itself otherwise, so the fraction is good to 2^-32, as for narrower
-formats. Where e underflows (results below 2^-960) it is zero and the result is t.
+``e`` is exact for sums and within a few ulps of itself otherwise, so the fraction is good to 2^-31, as for narrower
+formats. Where e underflows, its sign is still right, and a mode that draws with a probability returns t.
 """
 
 from __future__ import annotations
 
+from fxround.numerics.arithmetic.residuals import Wide
+from fxround.numerics.arithmetic.rounding import Rest, round_expr, round_with_rest
 from fxround.numerics.arithmetic.scalar import Expr, bits, const, from_bits, maximum, minimum, narrow, select
-from fxround.numerics.formats.carriers import CARRIERS, one_nan, ordinal_of
-from fxround.numerics.modes import Lost, Rounding
-
-MODES_BEYOND = ("stochastic", "stochastic_equal")
-"""The modes that draw and need no more than binary64 of the exact value; up_down steps from the nearest."""
+from fxround.numerics.formats.carriers import CARRIERS, ordinal_of
+from fxround.numerics.modes import Rounding
 
 
-def round_beyond(t: Expr, error: Expr, rounding: Rounding, random: Expr) -> Expr:
-    """Return R(t + error) for R = binary64 in one of ``MODES_BEYOND``.
+def is_beyond(rounding: Rounding) -> bool:
+    """Whether a rounding of exact values needs more of them than a binary64 number rounded to odd."""
+    fmt = rounding.format
+    grid = fmt.is_grid and fmt.span is None
+    return fmt.boundary_precision > 52 or (grid and rounding.mode.graded and fmt.precision > 24)
 
-    t: the nearest binary64 number to the exact value (f64). error: the exact value minus t (f64), at most half an ulp.
-    random: 32 random bits (u32).
+
+def can_round(rounding: Rounding) -> bool:
+    """Whether ``round_beyond`` has the rule: where binary64's last bit is the format's, ties are known to even only."""
+    fmt = rounding.format
+    return fmt.is_grid and fmt.span is None and (fmt.precision < 53 or rounding.mode.ties_to_even)
+
+
+def round_beyond(wide: Wide, rounding: Rounding, random: Expr | None) -> Expr:
+    """Return R of the exact value, the nearest binary64 number with what it lost, for a format of up to 53 bits.
+
+    random: 32 random bits (u32), required by the modes that draw. An infinite value that lost something of the other
+    sign is a number beyond the largest, as the modes that draw say: it overflows.
     """
+    if wide.error is None:
+        return round_expr(wide.value, rounding, random)
     carrier = CARRIERS["f64"]
-    code = bits(t)
+    code = bits(wide.value)
     ordinal = ordinal_of(code, carrier)
-    sign = code ^ ordinal
-    inexact = (error < 0.0) | (error > 0.0)
-    inward = inexact & ~(((bits(error) ^ code) >> 63).equals(0))
+    lost = (wide.error < 0.0) | (wide.error > 0.0)
+    if rounding.mode.random_bits and not rounding.mode.jitter:
+        lost = lost & (ordinal < carrier.infinity)
+    inward = lost & ~(((bits(wide.error) ^ code) >> 63).equals(0))
     kept = select(inward, ordinal - 1, ordinal)
-    # From here on ``kept`` is the neighbour towards zero, and the fraction is measured in the ulp above it.
-    outward_fraction = _fraction(error, kept)
-    fraction = select(inward, ~outward_fraction, outward_fraction)
-    unused = 32 - rounding.mode.random_bits
-    never = const("bool", 0)
-    negative = ~sign.equals(0)
-    odd = (kept & 1).equals(1)
-    seen = Lost(
-        negative=negative,
-        positive=~negative,
-        odd=odd,
-        even=~odd,
-        inexact=inexact,
-        half=never,
-        above=never,
-        drawn=inexact & (fraction > ~((random >> unused) << unused)),
-        coin=(random >> 31).equals(1),
-        never=never,
-    )
-    stepped = select(rounding.mode.away(seen), kept + 1, kept)
-    finite = ordinal < carrier.infinity
-    return one_nan(from_bits(select(finite, sign | stepped, code)))
+    # From here on the rest is measured in the ulp above ``kept``.
+    outward_fraction, whole = _fraction(wide.size or wide.error, kept)
+    opposite = select(whole, const("u32", 0) - outward_fraction, ~outward_fraction)
+    # A size of zero with an error: less than any fraction.
+    fraction = select(inward, opposite, outward_fraction)
+    rest = Rest(lost, inward, fraction, whole)
+    return round_with_rest(from_bits((code ^ ordinal) | kept), rest, rounding, random)
 
 
-def _fraction(error: Expr, kept: Expr) -> Expr:
-    """Return floor(2^32 |error| / ulp) as a u32, where ulp is the spacing above ``kept``.
+def _fraction(error: Expr, kept: Expr) -> tuple[Expr, Expr]:
+    """Return floor(2^32 |error| / ulp) as a u32, where ulp is the spacing above ``kept``, and whether nothing is cut.
 
     With significand s and exponent fields f of the error and g of kept, it is s * 2^(f - g + 32): a shift to the right,
     since |error| <= ulp / 2 makes g - f at least 53.
@@ -65,5 +66,6 @@ def _fraction(error: Expr, kept: Expr) -> Expr:
     ordinal = ordinal_of(bits(error), CARRIERS["f64"])
     field = ordinal >> 52
     significand = select(field.equals(0), ordinal, (ordinal & ((1 << 52) - 1)) | (1 << 52))
-    places = (maximum(kept >> 52, 1) - 32) - maximum(field, 1)
-    return narrow(significand >> minimum(places, 63))
+    places = minimum((maximum(kept >> 52, 1) - 32) - maximum(field, 1), 63)
+    scaled = significand >> places
+    return narrow(scaled), (scaled << places).equals(significand) & (ordinal > 0)
