@@ -175,7 +175,7 @@ _MOVEMENT: Final = """
     slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter.src scatter.value masked_scatter
     masked_fill.Scalar masked_fill.Tensor index_fill.int_Scalar index_fill.int_Tensor index_copy fill.Scalar fill.Tensor
     empty.memory_format empty_like empty_permuted empty_strided new_empty new_empty_strided view_copy expand_copy
-    permute_copy resize set_data _reshape_alias _conj resolve_conj resolve_neg broadcast_to upsample_nearest1d
+    permute_copy lu_unpack resize set_data _reshape_alias _conj resolve_conj resolve_neg broadcast_to upsample_nearest1d
     upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
 """
 
@@ -213,10 +213,8 @@ _OPAQUE: Final = {
         special_zeta igamma igammac round.decimals logaddexp logaddexp2 nextafter ldexp.Tensor frexp.Tensor
         special_log_ndtr xlogy.Tensor angle mvlgamma float_power.Tensor_Scalar""",
     "an algorithm of linear algebra, not a sequence of rounded operations that fxround defines": """
-        _linalg_det _linalg_eigh _linalg_solve_ex _linalg_svd linalg_cholesky_ex linalg_inv_ex linalg_lu_solve
-        linalg_qr linalg_solve_triangular linalg_matrix_exp linalg_lu_factor_ex linalg_lu linalg_ldl_factor_ex
-        linalg_ldl_solve linalg_eig linalg_eigvals _linalg_slogdet cholesky cholesky_solve cholesky_inverse geqrf
-        ormqr triangular_solve linalg_householder_product linalg_lstsq lu_unpack linalg_pinv.atol_rtol_tensor
+        _linalg_eigh _linalg_svd linalg_qr linalg_matrix_exp linalg_ldl_factor_ex linalg_ldl_solve linalg_eig
+        linalg_eigvals geqrf ormqr linalg_householder_product linalg_lstsq linalg_pinv.atol_rtol_tensor
         linalg_cross""",
     "a Fourier transform: its roundings are not defined by a formula yet": "_fft_c2c _fft_r2c _fft_c2r",
     "its accumulation order is not defined by a formula yet": """

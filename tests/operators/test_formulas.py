@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,7 @@ def samples() -> dict[Any, list[Call]]:
             call(t(2, 6, 4, 4), image, t(6, 4, 3, 3), [6], [2, 1], [1, 0], [1, 1], False, [0, 0], 1, [True] * 3),
         ],
         **backward_samples(t),
+        **linear_algebra_samples(t),
         aten._trilinear.default: [call(t(2, 3), t(5, 3, 4), t(2, 4), [1, 3], [0], [1, 2], [2, 3])],
         aten._cdist_forward.default: [call(x, y, p, None) for p in (2.0, 1.0, 3.0)],
         aten._cdist_backward.default: [
@@ -285,6 +287,45 @@ def backward_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
             call(same, image, w, *stats, None, None, False, 1e-5, everything),
         ],
     }
+
+
+def linear_algebra_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
+    """Arguments for the formulas of factorizations and triangular systems, batched ones too."""
+    a, b, tall, batch = t(5, 5), t(5, 2), t(6, 4), t(2, 1, 5, 5)
+    lower = t(5, 5).tril() / 8 + 2 * torch.eye(5, dtype=torch.float64)
+    positive = lower @ lower.mT
+    packed, pivots = torch.linalg.lu_factor(batch)
+    solve = [call(a, b), call(batch, b), call(batch, t(2, 1, 5)), call(a.mT, b.mT, left=False)]
+    return {
+        aten.linalg_solve_triangular.default: [
+            call(lower, b, upper=False),
+            call(lower.expand(3, 5, 5), b.mT, upper=True, left=False),
+            call(lower, b, upper=False, unitriangular=True),
+        ],
+        aten.triangular_solve.default: [call(b, lower, *flags) for flags in itertools.product((True, False), repeat=2)],
+        aten.linalg_cholesky_ex.default: [call(positive), call(positive.expand(2, 5, 5), upper=True)],
+        aten.cholesky.default: [call(positive), call(positive, upper=True)],
+        aten.cholesky_solve.default: [call(b, lower), call(b.expand(2, 5, 2), lower.mT, True)],
+        aten.cholesky_inverse.default: [call(lower), call(lower.mT, True)],
+        aten.linalg_lu_factor_ex.default: [call(a), call(tall), call(tall.mT), call(batch)],
+        aten.linalg_lu.default: [call(a), call(tall), call(tall.mT), call(batch)],
+        aten.linalg_lu_solve.default: [
+            call(packed, pivots, b),
+            call(packed, pivots, b, adjoint=True),
+            call(packed, pivots, b.mT, left=False),
+            call(packed, pivots, b.mT, left=False, adjoint=True),
+        ],
+        aten._linalg_solve_ex.default: solve,
+        aten.linalg_inv_ex.default: [call(a), call(batch)],
+        **dict.fromkeys((aten._linalg_det.default, torch.det, torch.Tensor.det), det_samples(a, batch)),
+        **dict.fromkeys((aten._linalg_slogdet.default, torch.slogdet, torch.Tensor.slogdet), det_samples(a, batch)),
+        **dict.fromkeys((torch.logdet, torch.Tensor.logdet), det_samples(positive)[:2]),
+        **dict.fromkeys((torch.linalg.det, torch.linalg.slogdet), det_samples(a, batch)),
+    }
+
+
+def det_samples(*matrices: Tensor) -> list[Call]:
+    return [call(x) for a in matrices for x in (a, a.mT.contiguous().mT, a.flip(-1), a * 0)]
 
 
 def ctc_samples(x: Tensor) -> list[Call]:

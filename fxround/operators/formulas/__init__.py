@@ -13,6 +13,7 @@ from fxround.operators.formulas import (
     choices,
     complex_numbers,
     derivatives,
+    elimination,
     experts,
     grid_samples,
     interpolation,
@@ -25,6 +26,7 @@ from fxround.operators.formulas import (
     repdl,
     scatters,
     special,
+    triangular,
 )
 from fxround.operators.formulas.table import FORMULAS, TABLES, decompositions
 
@@ -38,6 +40,7 @@ __all__ = [
     "complex_numbers",
     "decompositions",
     "derivatives",
+    "elimination",
     "experts",
     "grid_samples",
     "interpolation",
@@ -50,4 +53,5 @@ __all__ = [
     "repdl",
     "scatters",
     "special",
+    "triangular",
 ]

@@ -1,0 +1,299 @@
+"""``torch.linalg`` under policies: factorizations, solutions and gradients, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import linear_rationals as exact
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from linear_rationals import Matrix, Steps
+from rationals import in_chain
+from torch import Tensor
+
+import fxround
+from fxround import Policy, Rounding, Rule
+from fxround.operators.formulas import triangular
+
+WIDE, NARROW = torch.float64, torch.float32
+POLICIES: dict[str, tuple[torch.dtype, str, str]] = {
+    "reproducible": (NARROW, "binary32", "binary32"),
+    "double": (WIDE, "binary64", "binary64"),
+    "bfloat16": (NARROW, "bfloat16", "binary32"),
+    "ieee(5,5)": (NARROW, "ieee(5,5)", "ieee(5,5)"),
+    "upwards": (NARROW, "binary32/toward_positive", "binary32/toward_positive"),
+    "downwards": (NARROW, "ieee(6,7)/toward_negative", "ieee(6,7)/toward_negative"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 4 columns, so that small matrices have several."""
+    monkeypatch.setattr(triangular, "BLOCK", 4)
+
+
+def policy_of(name: str) -> Policy:
+    _, rounding, step = POLICIES[name]
+    return Policy(name, (Rule(rounding=rounding, accumulate=step),))
+
+
+def steps_of(name: str) -> Steps:
+    dtype, rounding, step = POLICIES[name]
+    read = Rounding.parse(step)
+    return Steps(Rounding.parse(rounding), in_chain(read) if dtype is NARROW else read, triangular.BLOCK)
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = NARROW) -> Tensor:
+    """Multiples of 1/4 that every format here contains."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-12, 13, shape, generator=generator).to(dtype) / 4
+
+
+def definite(n: int, seed: int = 0, dtype: torch.dtype = NARROW) -> Tensor:
+    x = values(n, n, seed=seed, dtype=dtype).sign() / 4
+    return x + x.mT + 6 * torch.eye(n, dtype=dtype)
+
+
+def rows(x: Tensor) -> Matrix:
+    return x.double().tolist()  # type: ignore[no-any-return]
+
+
+def assert_bits(found: Tensor, expected: Matrix) -> None:
+    wanted = torch.tensor(expected, dtype=torch.float64).reshape(found.shape)
+    assert torch.equal(found.double(), wanted), (found.double() - wanted).abs().max()
+    assert torch.equal(found.signbit() & (found != 0), wanted.signbit() & (wanted != 0))
+
+
+def each_policy(function: Callable[..., Any], arguments: Callable[[torch.dtype], tuple[Tensor, ...]]) -> Any:
+    """Yield the name of a policy, its arguments and the results; a dtype is captured once."""
+    compiled = {dtype: fxround.compile(function, "reproducible") for dtype in (NARROW, WIDE)}
+    for name, (dtype, _, _) in POLICIES.items():
+        given = arguments(dtype)
+        with torch.no_grad():
+            yield steps_of(name), given, compiled[dtype].with_policy(policy_of(name))(*given)
+
+
+def test_triangular_systems() -> None:
+    def systems(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        solve = torch.linalg.solve_triangular
+        return (
+            solve(a, b, upper=False),
+            solve(a, b, upper=True),
+            solve(a, b, upper=True, unitriangular=True),
+            solve(a, b.mT, upper=False, left=False),
+        )
+
+    def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return values(11, 11, dtype=dtype) / 8 + 2 * torch.eye(11, dtype=dtype), values(11, 3, seed=1, dtype=dtype)
+
+    for steps, (a, b), found in each_policy(systems, arguments):
+        matrix, right = rows(a), rows(b)
+        turned = exact.solve_upper(exact.transposed(matrix), right, False, steps)
+        expected = (
+            exact.solve_lower(matrix, right, False, steps),
+            exact.solve_upper(matrix, right, False, steps),
+            exact.solve_upper(matrix, right, True, steps),
+            exact.transposed(turned),
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_bits(ours, theirs)
+
+
+def test_cholesky() -> None:
+    def factors(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        lower = torch.linalg.cholesky(a.tril())
+        upper = torch.linalg.cholesky(a.triu(), upper=True)
+        return lower, upper, torch.cholesky_solve(b, lower), torch.cholesky_inverse(lower)
+
+    def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return definite(10, dtype=dtype), values(10, 2, dtype=dtype)
+
+    for steps, (a, b), (lower, upper, x, inverse) in each_policy(factors, arguments):
+        expected = exact.cholesky(rows(a), steps)
+        assert_bits(lower, expected)
+        assert_bits(upper, exact.transposed(expected))
+        for found, right in ((x, rows(b)), (inverse, exact.unit(10))):
+            y = exact.solve_lower(expected, right, False, steps)
+            assert_bits(found, exact.solve_upper(exact.transposed(expected), y, False, steps))
+
+
+@pytest.mark.parametrize("shape", [(13, 13), (11, 6), (6, 11), (1, 1), (3, 1), (1, 3)])
+def test_elimination(shape: tuple[int, int]) -> None:
+    """Small multiples of 1/4 have many pivots of equal magnitudes, of which the first is taken."""
+
+    def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (values(*shape, dtype=dtype),)
+
+    for steps, (a,), (packed, pivots) in each_policy(torch.linalg.lu_factor, arguments):
+        expected, places, _ = exact.lu(rows(a), steps)
+        assert pivots.tolist() == places
+        assert_bits(packed, expected)
+
+
+def test_solutions_inverses_and_determinants() -> None:
+    def solutions(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        packed, pivots = torch.linalg.lu_factor(a)
+        return (
+            torch.linalg.solve(a, b),
+            torch.linalg.solve(a.mT.contiguous().mT, b[:, 0]),
+            torch.linalg.lu_solve(packed, pivots, b),
+            torch.linalg.lu_solve(packed, pivots, b, adjoint=True),
+            torch.linalg.inv(a),
+            torch.linalg.solve(a, b.mT, left=False),
+            torch.linalg.det(a),
+            *torch.linalg.slogdet(a),
+        )
+
+    def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return values(6, 6, seed=3, dtype=dtype), values(6, 2, dtype=dtype)
+
+    for steps, (a, b), found in each_policy(solutions, arguments):
+        matrix, right = rows(a), rows(b)
+        x = exact.solve(matrix, right, steps)
+        turned = exact.solve_transposed(matrix, right, steps)
+        inverse = exact.solve(matrix, exact.unit(6), steps)
+        expected = (x, [[row[0] for row in x]], x, turned, inverse, exact.transposed(turned))
+        for ours, theirs in zip(found, expected, strict=False):
+            assert_bits(ours, theirs)
+        packed, pivots, _ = exact.lu(matrix, steps)
+        product = 1.0
+        for i in range(6):
+            product = exact.rationals.mul(product, packed[i][i], steps.step)
+        odd = sum(p != i + 1 for i, p in enumerate(pivots)) % 2
+        product = exact.rationals.round_float(product, steps.rounding)
+        assert found[6].item() == (-product if odd else product)
+        assert found[7].item() == (0.0 if product == 0 else 1.0 if found[6] > 0 else -1.0)
+
+
+def gradients(function: Callable[..., Tensor], g: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in xs]
+    return torch.autograd.grad(function(*leaves), leaves, g)
+
+
+@pytest.mark.parametrize("name", ["reproducible", "bfloat16", "ieee(5,5)", "upwards"])
+def test_the_gradient_of_a_solution(name: str) -> None:
+    """The solution for the transposed matrix by the same factors, and its outer product with x."""
+    steps, compiled = steps_of(name), fxround.compile(torch.linalg.solve, policy_of(name))
+    a, b, g = values(6, 6, seed=3), values(6, 2), values(6, 2, seed=1)
+    x = exact.solve(rows(a), rows(b), steps)
+    turned = exact.solve_transposed(rows(a), rows(g), steps)
+    outer = [[-v for v in row] for row in steps.product(turned, exact.transposed(x))]
+    for matrix in (a, a.mT.contiguous().mT):
+        of_a, of_b = gradients(compiled, g, matrix, b)
+        assert_bits(of_b, turned)
+        assert_bits(of_a, outer)
+
+
+EVERY: dict[str, Callable[[Tensor], Any]] = {
+    "solve_triangular": lambda a: torch.linalg.solve_triangular(a, a[..., :2], upper=True),
+    "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT + torch.eye(a.shape[-1], dtype=a.dtype)),
+    "cholesky_solve": lambda a: torch.cholesky_solve(a[..., :1], a),
+    "cholesky_inverse": torch.cholesky_inverse,
+    "lu_factor": lambda a: torch.linalg.lu_factor(a)[0],
+    "lu": lambda a: torch.linalg.lu(a)[1] + torch.linalg.lu(a)[2],
+    "lu_solve": lambda a: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), a[..., :2]),
+    "solve": lambda a: torch.linalg.solve(a, a[..., :2].sin()),
+    "right": lambda a: torch.linalg.solve(a, a.sin(), left=False),
+    "inv": torch.linalg.inv,
+    "tensorsolve": lambda a: torch.linalg.tensorsolve(a, a[0].sin()),
+    "det": torch.det,
+    "slogdet": lambda a: a.slogdet()[1],
+    "logdet": lambda a: torch.logdet(a @ a.mT),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_results_and_gradients_are_those_of_mathematics(name: str) -> None:
+    """In binary64 against PyTorch's kernels, which take other orders: hence the tolerance. Strides change no bit."""
+    function, generator = EVERY[name], torch.Generator().manual_seed(7)
+    a = torch.randn(5, 5, dtype=WIDE, generator=generator)
+    compiled = fxround.compile(function, "reproducible")
+    expected = function(a)
+    g = torch.randn(expected.shape, dtype=WIDE, generator=generator)
+    (found,) = gradients(compiled, g, a)
+    assert not compiled.coverage().unrounded
+    torch.testing.assert_close(compiled(a), expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, gradients(function, g, a)[0], rtol=1e-10, atol=1e-10)
+    (turned,) = gradients(compiled, g, a.mT.contiguous().mT)
+    assert torch.equal(found, turned)
+
+
+@pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
+def test_integers_are_eliminated_exactly(policy: str) -> None:
+    """What needs no rounding is not moved by a rounding, also where its factors have several blocks."""
+    lower = values(9, 9).mul(4).clamp(-1, 1).tril(-1) + torch.eye(9)
+    upper = values(9, 9, seed=1).mul(4).clamp(-2, 2).triu(1) + 4 * torch.eye(9)
+    with torch.no_grad():
+        x = fxround.compile(lambda a, b: torch.linalg.solve_triangular(a, b, upper=False), policy)(lower, upper)
+        factor = fxround.compile(torch.linalg.cholesky, policy)((lower * 2) @ (lower * 2).mT)
+    assert torch.equal(lower @ x, upper) and torch.equal(factor, lower * 2)
+
+
+def test_samples_differ_and_every_stream_is_its_own() -> None:
+    compiled = fxround.compile(torch.linalg.lu_factor, "stochastic", seed=3)
+    a = torch.rand(10, 10, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        one, again, other = (compiled.reseed(3, sample=s)(a)[0] for s in (0, 0, 1))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    # About half of all elements differ, in every block, and none by more than the growth of a rounding allows.
+    assert all((one != other)[i:, i:].any() for i in range(2, 9))
+
+
+@pytest.mark.parametrize("function", [torch.linalg.inv, torch.linalg.det, torch.linalg.lu_factor])
+def test_a_batch_has_the_bits_of_its_matrices(function: Callable[..., Any]) -> None:
+    a = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    compiled = fxround.compile(function, "bfloat16")
+    with torch.no_grad():
+        whole, one = compiled(a), compiled(a[1, 2])
+    for many, single in zip(pytree.tree_leaves(whole), pytree.tree_leaves(one), strict=True):
+        assert torch.equal(many[1, 2], single)
+
+
+OUTCOMES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "singular": (torch.linalg.solve, (torch.ones(3, 3), torch.ones(3, 1))),
+    "singular in a batch": (torch.linalg.inv, (torch.stack([torch.eye(3), torch.ones(3, 3)]),)),
+    "singular, determinant": (torch.linalg.slogdet, (torch.ones(3, 3),)),
+    "singular, factors": (torch.linalg.lu, (torch.ones(3, 3),)),
+    "indefinite": (torch.linalg.cholesky, (-torch.eye(3),)),
+    "indefinite, old": (torch.cholesky, (-torch.eye(3),)),
+    "a NaN": (torch.linalg.inv, (torch.full((2, 2), torch.nan),)),
+    "a NaN, definite": (torch.linalg.cholesky, (torch.full((2, 2), torch.nan),)),
+    "a NaN, determinant": (torch.linalg.slogdet, (torch.full((2, 2), torch.nan),)),
+    "empty": (torch.linalg.solve, (torch.zeros(0, 0), torch.zeros(0, 2))),
+    "no right side": (torch.linalg.solve, (torch.eye(3), torch.zeros(3, 0))),
+    "no matrices": (torch.linalg.solve, (torch.zeros(0, 3, 3), torch.zeros(0, 3, 2))),
+    "empty determinant": (torch.linalg.slogdet, (torch.zeros(2, 0, 0),)),
+    "empty factors": (torch.linalg.lu, (torch.zeros(0, 3),)),
+    "empty definite": (torch.linalg.cholesky, (torch.zeros(0, 0),)),
+    "one element": (torch.linalg.inv, (torch.full((1, 1), 2.0),)),
+    "not square": (torch.linalg.inv, (torch.ones(3, 2),)),
+    "another height": (torch.linalg.solve, (torch.eye(3), torch.ones(4, 1))),
+    "another dtype": (torch.linalg.solve, (torch.eye(3), torch.ones(3, 1).double())),
+    "integers": (torch.linalg.det, (torch.eye(3).long(),)),
+    "a vector": (torch.linalg.inv, (torch.ones(3),)),
+    "negative": (torch.logdet, (torch.tensor([[0.0, 1.0], [1.0, 0.0]]),)),
+}
+
+
+def outcome(function: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_bad_matrices_have_pytorchs_outcome(name: str) -> None:
+    function, args = OUTCOMES[name]
+    compiled = fxround.compile(function, "reproducible")
+    expected = outcome(function, args)
+    with torch.no_grad():
+        found = outcome(compiled, args)
+    if isinstance(expected, RuntimeError):
+        assert type(found) is type(expected) and str(expected)[:60] in str(found)
+        return
+    # Small integers, infinities and NaNs: no result is rounded.
+    for ours, theirs in zip(*map(pytree.tree_leaves, (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
