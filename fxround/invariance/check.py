@@ -152,6 +152,7 @@ class _Comparison:
             shown.largest,
             "; ".join(part.reason for part in parts if part.reason),
             tuple(_most(parts).items()),
+            shown.captured_differently,
         )
 
     def _group(self, axis: str, group: CaseGroup) -> AxisResult:
@@ -173,11 +174,22 @@ class _Comparison:
         digests = [digest(outcome) for _, outcome in ran]
         wrong = [(case, got) for (case, got), d in zip(others, digests[1:], strict=True) if d != digests[0]]
         share, gap = largest(expected, wrong[0][1]) if wrong else (0.0, 0.0)
-        place = self._first(reference, wrong[0][0]) if wrong and self.first else None
+        place, differently = self._first(reference, wrong[0][0]) if wrong and self.first else (None, False)
         labels = tuple(case.label for case, _ in wrong)
         counts = tuple(distinct(digests).items())
         return AxisResult(
-            axis, len(set(digests)), len(ran), group.what, labels, tuple(refused), place, share, gap, by_result=counts
+            axis,
+            len(set(digests)),
+            len(ran),
+            group.what,
+            labels,
+            tuple(refused),
+            place,
+            share,
+            gap,
+            "",
+            counts,
+            differently,
         )
 
     def _outcome(self, case: Case) -> Outcome:
@@ -210,8 +222,8 @@ class _Comparison:
             self.moved[device] = self.subject.on(device)
         return self.moved[device], mapped(case.call, lambda t: t.to(device))
 
-    def _first(self, reference: Case, other: Case) -> OperationPlace | None:
-        """Return the first operation of ``other`` whose value differs from that of ``reference``."""
+    def _first(self, reference: Case, other: Case) -> tuple[OperationPlace | None, bool]:
+        """Return the first operation of ``other`` that differs from ``reference``, and whether the graphs do."""
         rows = None
         if other.row:
             few, more = (shapes(self.subject.steps(taken(self.call, self.dim, range(n)))) for n in (_PROBE, _PROBE + 1))

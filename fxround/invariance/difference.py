@@ -4,13 +4,19 @@ The dimension of a value that holds the batch is the one whose size changes with
 different sizes; a value without one belongs to all rows and is compared whole. Equal means equal bits: minus zero and
 NaN payloads count. If a dimension combines the batch with another one, both orders of the two are tried, and a
 difference is reported only if neither agrees. A value that cannot be divided into rows is not reported.
+
+Two runs can be captured as different graphs, in which one name belongs to different operations. Values are therefore
+matched by their place: the path of the module, the source line, the operator, and how often it ran there before. A
+place where the runs have different numbers of operations is left out.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +25,11 @@ from fxround.fingerprint import hash
 from fxround.invariance.cases import Row
 from fxround.invariance.subjects import Observation, OperationPlace, Outcome
 
+# A value of a run: module, source line, operator, number of the run of this operator there, number of the result.
+# Inputs of a graph have no line, and their names.
+Key = tuple[str, str, str, int, int]
 # The shapes of values, by key, in one run.
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[Any, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class BatchRows:
     these: Shapes
     those: Shapes
 
-    def cut(self, key: str, value: Tensor, row: Row) -> tuple[Tensor, ...]:
+    def cut(self, key: str | Key, value: Tensor, row: Row) -> tuple[Tensor, ...]:
         """Return the row's part in each possible reading; () if unknown, the whole value if it has no rows."""
         before, after = self.these.get(key, ()), self.those.get(key, ())
         if len(before) != len(after) or value.dim() != len(before):
@@ -47,7 +56,7 @@ class BatchRows:
         inner = value.unflatten(d, (each, row.count)).select(d + 1, row.position)
         return (outer, inner)
 
-    def holds(self, key: str) -> bool:
+    def holds(self, key: str | Key) -> bool:
         """Whether a value has rows."""
         return self.these.get(key) != self.those.get(key)
 
@@ -73,9 +82,9 @@ def distinct(digests: Iterable[tuple[tuple[str, str], ...]]) -> dict[str, int]:
     return {name: len(values) for name, values in seen.items()}
 
 
-def shapes(steps: Iterable[Observation]) -> dict[str, tuple[int, ...]]:
+def shapes(steps: Iterable[Observation]) -> dict[Key, tuple[int, ...]]:
     """Return the shapes of all values, by key."""
-    return {key: tuple(value.shape) for step in steps for key, value in _keyed(step)}
+    return {key: tuple(value.shape) for _, key, value in _keyed(steps)}
 
 
 def first_difference(
@@ -83,21 +92,39 @@ def first_difference(
     other: Iterable[Observation],
     rows: BatchRows | None,
     pair: tuple[Row | None, Row | None],
-) -> OperationPlace | None:
-    """Return the first operation whose value differs between two runs; None if none does."""
-    known = {key: value for step in reference for key, value in _keyed(step)}
-    for step in other:
-        for key, value in _keyed(step):
-            if key in known and not _agree(key, known[key], value, rows, pair):
-                return step.place
-    return None
+) -> tuple[OperationPlace | None, bool]:
+    """Return the first operation whose value differs between two runs, None if none does, and whether the runs were
+    captured as different graphs.
+    """
+    known = {key: value for _, key, value in _keyed(reference)}
+    # The values of the other run are not kept: what differs is decided when all of its places are known.
+    keys: dict[Key, OperationPlace] = {}
+    differing = []
+    for step, key, value in _keyed(other):
+        keys[key] = step.place
+        if key in known and not _agree(key, known[key], value, rows, pair):
+            differing.append(key)
+    counts = [Counter(key[:3] for key in of_run) for of_run in (known, keys)]
+    first = next((keys[key] for key in differing if counts[0][key[:3]] == counts[1][key[:3]]), None)
+    return first, counts[0] != counts[1]
 
 
-def _keyed(step: Observation) -> list[tuple[str, Tensor]]:
-    return [(f"{step.place.node} {step.place.operator} {i}", value) for i, value in enumerate(step.value)]
+def _place(step: Observation) -> tuple[str, str, str]:
+    place = step.place
+    return place.path, place.source or place.code, place.operator or place.node
 
 
-def _agree(key: str, a: Tensor, b: Tensor, rows: BatchRows | None, pair: tuple[Row | None, Row | None]) -> bool:
+def _keyed(steps: Iterable[Observation]) -> Iterator[tuple[Observation, Key, Tensor]]:
+    """Yield the values of a run with their keys."""
+    ran: Counter[tuple[str, str, str]] = Counter()
+    for step in steps:
+        place = _place(step)
+        for i, value in enumerate(step.value):
+            yield step, (*place, ran[place], i), value
+        ran[place] += 1
+
+
+def _agree(key: Key, a: Tensor, b: Tensor, rows: BatchRows | None, pair: tuple[Row | None, Row | None]) -> bool:
     mine, theirs = pair
     if rows is None or mine is None or theirs is None:
         return hash(a) == hash(b)

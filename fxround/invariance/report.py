@@ -35,6 +35,8 @@ class AxisResult:
     largest     the greatest difference of an element in that run
     reason      why the axis, or part of it, does not apply
     by_result   pairs of each compared result or gradient and its number of distinct values
+    captured_differently  whether that run was captured as another graph than the first; ``first`` is then looked for
+                among the operations of which both have as many at the same place
     """
 
     axis: str
@@ -48,6 +50,7 @@ class AxisResult:
     largest: float = 0.0
     reason: str = ""
     by_result: tuple[tuple[str, int], ...] = ()
+    captured_differently: bool = False
 
     @property
     def invariant(self) -> bool:
@@ -56,6 +59,7 @@ class AxisResult:
 
     def __str__(self) -> str:
         where = f"; first in {self.first}" if self.first else ""
+        where += "; captured differently" if self.captured_differently else ""
         return f"{self.axis}: {self.distinct} results in {self.runs} runs ({', '.join(self.differing)}){where}"
 
 
@@ -125,4 +129,5 @@ def _where(axis: AxisResult) -> str:
     if axis.invariant:
         return ""
     difference = f"{axis.differing[0]}: {axis.share:.1%} of elements, by {axis.largest:.2g}"
-    return f"{difference}; {axis.first}" if axis.first else difference
+    parts = [difference, *([str(axis.first)] if axis.first else [])]
+    return "; ".join([*parts, *(["captured differently"] if axis.captured_differently else [])])

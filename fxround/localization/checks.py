@@ -6,7 +6,8 @@ finite where the reference is not, or the reverse, agrees to 0 bits. The ``key``
 defaults, its closure and the plain globals that it names. Examples::
 
     parse_check(lambda y: y.isfinite().all())
-    parse_check((metric, 1e-3), reference=y)
+    parse_check(("sqnr", 40), reference=y)
+    parse_check((function, "<= 1e-3"), reference=y)
     parse_check(None, min_bits=10, reference=y)
 """
 
@@ -31,9 +32,9 @@ from fxround.fingerprint import hash
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import ModelCall
-from fxround.significance.metrics import chosen
+from fxround.significance.metrics import Metric, bound_of, named
 
-CheckLike = Callable[[Any], Any] | tuple[str | Callable[[Any, Any], Any], float] | None
+CheckLike = Callable[[Any], Any] | tuple[str | Metric | Callable[[Any, Any], Any], float | str] | None
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def require_check(check: CheckLike, min_bits: float | None) -> None:
     """Raise unless the check has one of the three forms.
 
     TypeError for anything but a function, (metric, threshold), or None with ``min_bits``; ValueError for an unknown
-    metric, and for a threshold that is NaN.
+    metric, for a threshold that is NaN or on the wrong side of the metric, and for a number as the threshold of a
+    function of which nobody has said which values are better.
     """
     if (check is None) == (min_bits is None):
         raise TypeError(
@@ -61,19 +63,35 @@ def require_check(check: CheckLike, min_bits: float | None) -> None:
         if isinstance(min_bits, float) and math.isnan(min_bits):
             raise ValueError("min_bits is nan; expected a number of bits")
         return
-    if not isinstance(check, tuple) or len(check) != 2 or not isinstance(check[1], int | float):
+    if not isinstance(check, tuple) or len(check) != 2 or not isinstance(check[1], int | float | str):
         raise TypeError(
             f"check is {shown(check)}; expected a function of the output that returns True where it passes, or (metric"
             ", threshold) with a metric's name or a function of the output and the reference"
         )
-    if math.isnan(check[1]):
+    (metric,) = named((check[0],))
+    _limit(metric, check[1])
+
+
+def _limit(metric: Metric, threshold: float | str) -> tuple[float, bool]:
+    """Return the threshold and whether values above it pass. Raises ValueError as ``require_check`` says."""
+    if isinstance(threshold, str):
+        better, limit = bound_of("the threshold", threshold)
+        if metric.better and better != metric.better:
+            raise ValueError(f"the threshold is {threshold!r}, and {metric.better} values of {metric.name} are better")
+        return limit, better == "higher"
+    if math.isnan(threshold):
         raise ValueError("the threshold is nan, and no value passes or fails it; expected a number")
-    chosen(check[0], None)
+    if not metric.better:
+        raise ValueError(
+            f"it is not known whether higher or lower values of {metric.name} are better; expected the threshold as "
+            f"'<= {threshold:g}' or '>= {threshold:g}'"
+        )
+    return threshold, metric.better == "higher"
 
 
 def compares(check: CheckLike) -> bool:
     """Whether the check compares with a reference by itself; a function may take a reference of any form."""
-    return check is None or (isinstance(check, tuple) and isinstance(check[0], str))
+    return check is None or (isinstance(check, tuple) and named((check[0],))[0].function is None)
 
 
 def parse_check(
@@ -90,15 +108,18 @@ def parse_check(
     if callable(check):
         return Check(partial(_asked, check), lambda output: "", _key(check))
     assert isinstance(check, tuple)
-    metric, limit = check
-    if not isinstance(metric, str):
-        return _threshold(lambda output: float(metric(output, reference)), limit, "", _key(metric) + key, higher=False)
-    (row,) = chosen(metric, reference)
+    (metric,) = named((check[0],))
+    limit, higher = _limit(metric, check[1])
+    function = metric.function
 
     def measure(output: Any) -> float:
-        return row.finish(row.measure(output, reference, call or ModelCall(())))
+        if function is not None:
+            return float(function(output, reference))
+        return metric.finish(metric.measure(output, reference, call or ModelCall(())))
 
-    return _threshold(measure, limit, row.unit, row.name + key, higher=row.better == "higher")
+    described = metric.name if function is None else _key(function)
+    how = f"{metric.classes}" if function is None else f"{higher}"
+    return _threshold(measure, limit, metric.unit, described + how + key, higher=higher)
 
 
 def agreement(output: Any, reference: Any) -> float:

@@ -59,8 +59,9 @@ def localize(
         inputs: a tensor, a tuple of positional arguments, a dict of keyword arguments, a tuple and a dict, or a
             DataLoader, of which the first batch is used.
         check: a function of the output that returns True if it passes; or (metric, threshold), where metric is a name
-            of ``fxround.significance.metrics.METRICS`` (worse than the threshold fails) or a function of (output,
-            reference) whose value must not exceed the threshold; or None with ``min_bits``.
+            of ``fxround.significance.metrics.METRICS`` (worse than the threshold fails), ``fxround.metric(...)``, or a
+            function of (output, reference), whose threshold says what passes: ``"<= 1e-3"``, ``">= 0.9"``; or None with
+            ``min_bits``.
         policy: the policy of the sites that are on, as for ``fxround.compile``.
         quiet: the policy of the sites that are off.
         level: what a set consists of: ``"modules"``, ``"nodes"`` (operations), or ``"elements"`` (operations, and which

@@ -4,13 +4,18 @@ A metric computes *sums* of one sample of one batch. Sums are added over batches
 finished, so that a metric over many batches is that of the whole data and not a mean of means. ``dice_pairs`` compares
 pairs of samples instead. Sums are computed in binary64. A metric that does not fit a result (labels of a tensor without
 classes) raises a ValueError that states the expected shape.
+
+``metric`` makes metrics of other choices: another dimension of the classes, a threshold for one channel of logits, and
+a function of the caller's with the direction in which it is better.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -33,31 +38,82 @@ NO_TOKEN: Final = -100
 
 
 @dataclass(frozen=True)
+class Classes:
+    """How a result says which class it takes.
+
+    dimension   that of the classes; None for dimension 1, unless the result is that of a sequence
+    threshold   for a result without classes: the label of an element is whether it is greater. None for classes
+    """
+
+    dimension: int | None = None
+    threshold: float | None = None
+
+    def require(self, x: Tensor, call: ModelCall) -> None:
+        """Raise ValueError for a result of which it is not known which dimension has the classes."""
+        if self.dimension is not None or self.threshold is not None or x.dim() != 3:
+            return
+        if any(t.shape == x.shape[:2] and not t.is_floating_point() for t in call.tensors):
+            raise ValueError(
+                f"the result of shape {tuple(x.shape)} follows integers of shape {tuple(x.shape[:2])}, so that its "
+                "classes may be in dimension 1 or 2; say which: fxround.metric('label_flips', class_dim=-1)"
+            )
+
+    def of(self, x: Tensor) -> int:
+        """Return the dimension of the classes. Raises ValueError for less than two, or without such a dimension."""
+        where = 1 if self.dimension is None else self.dimension
+        if x.dim() < 2 or not -x.dim() <= where < x.dim():
+            raise ValueError(f"classes are in dimension {where} of a result, [n, classes, ...]; got {tuple(x.shape)}")
+        if x.shape[where] < 2:
+            raise ValueError(
+                f"the result of shape {tuple(x.shape)} has {x.shape[where]} class in dimension {where}; expected at "
+                "least two. Of one channel of logits, fxround.metric('dice', threshold=0.0) compares which are "
+                "positive; fxround.metric(..., class_dim=...) says where the classes are"
+            )
+        return where % x.dim()
+
+    def count(self, x: Tensor) -> int:
+        """Return the number of classes."""
+        return 2 if self.threshold is not None else x.shape[self.of(x)]
+
+    def labels(self, result: Any) -> Tensor:
+        """Return the class of each row, voxel or token: those of ``threshold`` have the shape without one channel."""
+        x = primary(result)
+        if self.threshold is None:
+            return x.argmax(self.of(x))
+        above = (x > self.threshold).long()
+        return above.squeeze(1) if x.dim() > 1 and x.shape[1] == 1 else above
+
+
+@dataclass(frozen=True)
 class Metric:
     """One row of ``METRICS``.
 
     name, meaning, unit   text for reports
-    better      whether "higher" or "lower" values are better
+    better      whether "higher" or "lower" values are better; "" if nobody has said it of a function
     measure     (sample, reference, call) to the sums of one batch
     finish      sums to the value of the metric
     combine     whether sums of batches are added or the greatest is kept
-    rows        (sample, reference) to a bool tensor of the rows that changed, for metrics that name rows
+    changed     (sample, reference) to a bool tensor of the labels that changed, rows first, for metrics that name rows
     pairs       whether the metric compares pairs of samples
     share       whether values are between 0 and 1, for which ``samples="auto"`` has a rule of its own
     compares    whether the sums depend on the reference
+    classes     how it finds the labels of a result
+    function    the caller's function that it measures
     """
 
     name: str
     meaning: str
     unit: str
-    better: Literal["higher", "lower"]
+    better: Literal["higher", "lower", ""]
     measure: Measure
     finish: Callable[[Sums], float]
     combine: Literal["add", "greatest"] = "add"
-    rows: Callable[[Any, Any], Tensor] | None = None
+    changed: Callable[[Any, Any], Tensor] | None = None
     pairs: bool = False
     share: bool = False
     compares: bool = True
+    classes: Classes = Classes()
+    function: Callable[[Any, Any], Any] | None = None
 
     def added(self, a: Sums | None, b: Sums) -> Sums:
         """Return the combined sums of two batches."""
@@ -75,31 +131,16 @@ def primary(result: Any) -> Tensor:
     raise ValueError("the model returns no floating-point tensor, so there is nothing to measure")
 
 
-def labels(result: Any) -> Tensor:
-    """Return the greatest class of each row.
-
-    Classes are dimension 1 of [n, classes] and [n, classes, height, width, ...], and the last of [n, time, classes].
-    """
-    x = primary(result)
-    if x.dim() < 2:
-        raise ValueError(f"labels need a result of shape [n, classes, ...], got {tuple(x.shape)}")
-    return x.argmax(class_dimension(x))
-
-
-def class_dimension(x: Tensor) -> int:
-    """Return the dimension that holds the classes. Raises ValueError for one class, which is always the greatest."""
-    where = 2 if x.dim() == 3 else 1
-    if x.shape[where] < 2:
-        raise ValueError(
-            f"the result of shape {tuple(x.shape)} has {x.shape[where]} class in dimension {where}; expected at least "
-            "two. Of one channel of logits x, return torch.cat([-x, x], 1), whose greatest class says whether x > 0, "
-            "or measure by a function of your own"
-        )
-    return where
+def _pair(sample: Any, reference: Any) -> tuple[Tensor, Tensor]:
+    """Return both results. Raises ValueError if their shapes differ, which arithmetic would broadcast."""
+    x, r = primary(sample), primary(reference)
+    if x.shape != r.shape:
+        raise ValueError(f"the results have the shapes {tuple(x.shape)} and {tuple(r.shape)}, and cannot be compared")
+    return x, r
 
 
 def _powers(sample: Any, reference: Any, call: ModelCall) -> Sums:
-    x, r = primary(sample).double(), primary(reference).double()
+    x, r = (t.double() for t in _pair(sample, reference))
     return float(r.square().sum()), float((x - r).square().sum())
 
 
@@ -119,7 +160,7 @@ def _relative(sums: Sums) -> float:
 
 def _ulps(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Return the greatest distance in ulps of the reference, in the tensor's own format."""
-    x, r = primary(sample), primary(reference)
+    x, r = _pair(sample, reference)
     fmt = Format.parse(FORMAT_OF[r.dtype])
     exponent = torch.frexp(r.double().abs()).exponent - 1
     ulp = torch.ldexp(torch.ones_like(r, dtype=torch.float64), exponent.clamp(min=fmt.emin) + 1 - fmt.precision)
@@ -128,22 +169,22 @@ def _ulps(sample: Any, reference: Any, call: ModelCall) -> Sums:
     return (float(apart.max()) if apart.numel() else 0.0,)
 
 
-def _changed(sample: Any, reference: Any) -> Tensor:
-    moved = labels(sample) != labels(reference)
-    return moved.flatten(1).any(1) if moved.dim() > 1 else moved
+def _changed(classes: Classes, sample: Any, reference: Any) -> Tensor:
+    _pair(sample, reference)
+    return classes.labels(sample) != classes.labels(reference)
 
 
-def _flips(sample: Any, reference: Any, call: ModelCall) -> Sums:
-    moved = labels(sample) != labels(reference)
+def _flips(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
+    classes.require(primary(reference), call)
+    moved = _changed(classes, sample, reference)
     return float(moved.sum()), float(moved.numel())
 
 
-def _top(sample: Any, reference: Any, call: ModelCall) -> Sums:
+def _top(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Count the reference's k greatest classes that are among the sample's."""
-    x, r = primary(sample), primary(reference)
-    if r.dim() < 2:
-        raise ValueError(f"top_k needs a result of shape [n, classes, ...], got {tuple(r.shape)}")
-    where = class_dimension(r)
+    x, r = _pair(sample, reference)
+    classes.require(r, call)
+    where = classes.of(r)
     k = min(K, r.shape[where])
     mine, theirs = (t.topk(k, where).indices.movedim(where, -1).unsqueeze(-1) for t in (x, r))
     shared = (mine == theirs.transpose(-1, -2)).any(-1)
@@ -164,9 +205,10 @@ def dice_of(sums: Sums) -> tuple[float, ...]:
     return tuple(b / s if s else math.nan for b, s in zip(sums[:classes], sums[classes:], strict=True))
 
 
-def _dice(sample: Any, reference: Any, call: ModelCall) -> Sums:
-    r = primary(reference)
-    return dice_sums(labels(sample), labels(reference), r.shape[class_dimension(r)])
+def _dice(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
+    _, r = _pair(sample, reference)
+    classes.require(r, call)
+    return dice_sums(classes.labels(sample), classes.labels(reference), classes.count(r))
 
 
 def _worst_class(sums: Sums) -> float:
@@ -175,7 +217,7 @@ def _worst_class(sums: Sums) -> float:
 
 def _transport(sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Wasserstein-1 distance along the last dimension, positions 0, 1, ...: each row is a distribution of mass 1."""
-    x, r = primary(sample).double(), primary(reference).double()
+    x, r = (t.double() for t in _pair(sample, reference))
     if bool((r < 0).any()):
         raise ValueError("wasserstein_1 compares distributions along the last dimension: values must not be negative")
     x, r = (t.clamp(min=0) / t.clamp(min=0).sum(-1, keepdim=True) for t in (x, r))
@@ -183,10 +225,11 @@ def _transport(sample: Any, reference: Any, call: ModelCall) -> Sums:
     return float(rows.sum()), float(rows.numel())
 
 
-def _divergence(sample: Any, reference: Any, call: ModelCall) -> Sums:
+def _divergence(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
     """KL(reference || sample) of softmax over the classes, per row."""
-    x, r = primary(sample).double(), primary(reference).double()
-    where = class_dimension(r) if r.dim() > 1 else 0
+    x, r = (t.double() for t in _pair(sample, reference))
+    classes.require(r, call)
+    where = classes.of(r) if r.dim() > 1 else 0
     p, q = r.log_softmax(where), x.log_softmax(where)
     rows = (p.exp() * (p - q)).sum(where)
     return float(rows.sum()), float(rows.numel())
@@ -218,17 +261,18 @@ def _tokens(call: ModelCall) -> list[Tensor]:
     return [labels] if isinstance(labels, Tensor) else call.tensors
 
 
-def _hits(sample: Any, reference: Any, call: ModelCall) -> Sums:
+def _hits(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Count the labels that equal the targets of the data."""
     if not isinstance(call.target, Tensor):
         raise ValueError("accuracy needs targets: inputs that yield (x, target), as a DataLoader of a dataset does")
-    predicted, target = labels(sample), call.target
+    predicted, target = classes.labels(sample), call.target
     if target.dim() == predicted.dim() + 1 and target.shape[1] == 1:
         target = target.squeeze(1)
     if target.shape != predicted.shape:
         raise ValueError(
             f"accuracy compares labels of shape {tuple(predicted.shape)} with targets of shape "
-            f"{tuple(call.target.shape)}; expected one class for each label"
+            f"{tuple(call.target.shape)}; expected one class for each label. Classes are in dimension 1 of a result, "
+            "or where fxround.metric('accuracy', class_dim=...) says"
         )
     right = predicted == target
     return float(right.sum()), float(right.numel())
@@ -249,20 +293,90 @@ def _perplexity(sums: Sums) -> float:
         return math.inf
 
 
-_ROWS: Final = (
-    Metric("sqnr", "signal over perturbation", "dB", "higher", _powers, lambda sums: decibels(*sums)),
-    Metric("relative_error", "norm of the perturbation over the norm", "", "lower", _powers, _relative),
-    Metric("max_ulp", "greatest distance", "ulp", "lower", _ulps, _first, "greatest"),
-    Metric("label_flips", "labels that change", "share", "lower", _flips, _share, rows=_changed, share=True),
-    Metric("top_k", f"of the {K} greatest classes, those kept", "share", "higher", _top, _share, share=True),
-    Metric("accuracy", "labels that equal the targets", "share", "higher", _hits, _share, share=True, compares=False),
-    Metric("dice", "Sorensen-Dice of the worst class", "", "higher", _dice, _worst_class, share=True),
-    Metric("dice_pairs", "the same, of the worst pair of samples", "", "higher", _dice, _worst_class, pairs=True),
-    Metric("wasserstein_1", "transport along the last dimension", "steps", "lower", _transport, _share),
-    Metric("kl", "KL divergence of the softmax", "nats", "lower", _divergence, _share),
-    Metric("perplexity", "of the next token", "", "lower", _surprise, _perplexity, compares=False),
-)
-METRICS: Final[Mapping[str, Metric]] = MappingProxyType({metric.name: metric for metric in _ROWS})
+def _rows(classes: Classes) -> tuple[Metric, ...]:
+    """Return all metrics. classes: how they find the labels of a result."""
+
+    def of_labels(name: str, meaning: str, unit: str, better: Any, measure: Any, finish: Any, **rest: Any) -> Metric:
+        return Metric(name, meaning, unit, better, partial(measure, classes), finish, classes=classes, **rest)
+
+    changed = partial(_changed, classes)
+    pairs = "the same, of the worst pair of samples"
+    return (
+        Metric("sqnr", "signal over perturbation", "dB", "higher", _powers, lambda sums: decibels(*sums)),
+        Metric("relative_error", "norm of the perturbation over the norm", "", "lower", _powers, _relative),
+        Metric("max_ulp", "greatest distance", "ulp", "lower", _ulps, _first, "greatest"),
+        of_labels("label_flips", "labels that change", "share", "lower", _flips, _share, changed=changed, share=True),
+        of_labels("top_k", f"of the {K} greatest classes, those kept", "share", "higher", _top, _share, share=True),
+        of_labels(
+            *("accuracy", "labels that equal the targets", "share", "higher", _hits, _share), share=True, compares=False
+        ),
+        of_labels("dice", "Sorensen-Dice of the worst class", "", "higher", _dice, _worst_class, share=True),
+        of_labels("dice_pairs", pairs, "", "higher", _dice, _worst_class, pairs=True),
+        Metric("wasserstein_1", "transport along the last dimension", "steps", "lower", _transport, _share),
+        of_labels("kl", "KL divergence of the softmax", "nats", "lower", _divergence, _share),
+        Metric("perplexity", "of the next token", "", "lower", _surprise, _perplexity, compares=False),
+    )
+
+
+METRICS: Final[Mapping[str, Metric]] = MappingProxyType({metric.name: metric for metric in _rows(Classes())})
+# What has labels, and what of it has no meaning for a threshold, which makes no order of the classes.
+_OF_LABELS: Final = frozenset(("label_flips", "top_k", "accuracy", "dice", "dice_pairs", "kl"))
+_OF_SCORES: Final = frozenset(("top_k", "kl"))
+
+
+def metric(
+    of: str | Callable[[Any, Any], Any],
+    *,
+    better: Literal["higher", "lower"] | None = None,
+    class_dim: int | None = None,
+    threshold: float | None = None,
+) -> Metric:
+    """Return a metric for ``variability``, ``localize``, ``compare`` or ``tune`` with choices of the caller's.
+
+    Args:
+        of: a name of ``fxround.significance.metrics.METRICS``, or a function that returns a number for a batch: of
+            (sample, unperturbed result) in ``variability`` and ``localize``, of (result, target) in ``compare`` and
+            ``tune``.
+        better: whether higher or lower values of a function are better. The worst value of its samples and a loss of
+            it are not known without.
+        class_dim: the dimension of a result that has the classes. Without it that is dimension 1, as in
+            ``torch.nn.functional.cross_entropy``; the result of a sequence, [n, time, classes], has -1.
+        threshold: for results without classes, such as [n, 1, ...] of a binary segmentation: the label of an element is
+            1 where it is greater than this, and 0 elsewhere.
+
+    Raises:
+        ValueError: for an unknown name, and for a choice that the metric does not have.
+        TypeError: for what is neither a name nor a function.
+
+    Example::
+
+        fxround.variability(model, tokens, metrics=[fxround.metric("label_flips", class_dim=-1)])
+        fxround.variability(net, volumes, metrics=[fxround.metric("dice", threshold=0.0)])
+        fxround.localize(net, x, (fxround.metric(largest_change, better="lower"), 1e-3))
+    """
+    if better not in (None, "higher", "lower"):
+        raise ValueError(f"better is {shown(better)}; expected 'higher' or 'lower'")
+    if not isinstance(of, str):
+        if class_dim is not None or threshold is not None:
+            raise ValueError("class_dim and threshold belong to metrics that have a name; a function has its own")
+        return replace(_metric(of), better=better or "")
+    if _metric(of).better != (better or _metric(of).better):
+        raise ValueError(f"better is {better!r}, and {_metric(of).better} values of {of} are better")
+    if class_dim is None and threshold is None:
+        return METRICS[of]
+    if of not in _OF_LABELS:
+        raise ValueError(f"{of} has no labels; class_dim and threshold belong to {', '.join(sorted(_OF_LABELS))}")
+    if class_dim is not None and (isinstance(class_dim, bool) or not isinstance(class_dim, int)):
+        raise TypeError(f"class_dim is {type_of(class_dim)}; expected an int")
+    if threshold is not None and class_dim is not None:
+        raise ValueError("a result has classes in class_dim, or one channel with a threshold; expected one of the two")
+    if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
+        raise TypeError(f"threshold is {type_of(threshold)}; expected a number")
+    if threshold is not None and math.isnan(threshold):
+        raise ValueError("threshold is nan, and no element is greater or less; expected a number")
+    if threshold is not None and of in _OF_SCORES:
+        raise ValueError(f"{of} compares scores of classes, of which a threshold leaves none; expected class_dim")
+    return next(row for row in _rows(Classes(class_dim, threshold)) if row.name == of)
 
 
 def chosen(asked: Any, result: Any) -> tuple[Metric, ...]:
@@ -274,8 +388,8 @@ def named(asked: Any) -> tuple[Metric, ...]:
     """Return the metrics of one or several names, functions or Metrics; none for ``"auto"``, which depends on the
     result.
 
-    A function takes (sample, unperturbed result) and returns a number; batches are weighted by their rows. Raises
-    ValueError for an unknown name, TypeError for anything else.
+    A function takes (sample, unperturbed result) and returns a number; batches are weighted by their rows. Which of its
+    values are better is not known. Raises ValueError for an unknown name, TypeError for anything else.
     """
     if asked is None or asked == "auto":
         return ()
@@ -301,7 +415,8 @@ def _metric(asked: Any) -> Metric:
     if not callable(asked):
         raise TypeError(f"a metric is a name, a Metric or a function of (sample, unperturbed), got {shown(asked)}")
 
-    return mean_over_rows(asked, "a function of the caller's", lambda sample, reference, _: asked(sample, reference))
+    made = mean_over_rows(asked, "a function of the caller's", lambda sample, reference, _: asked(sample, reference))
+    return replace(made, function=asked)
 
 
 def mean_over_rows(
@@ -321,4 +436,16 @@ def mean_over_rows(
             raise TypeError(f"metric {name} returned {type_of(number)}; expected a number")
         return float(number) * call.rows, float(call.rows)
 
-    return Metric(name, meaning, "", "higher", measure, _share, compares=compares)
+    return Metric(name, meaning, "", "", measure, _share, compares=compares)
+
+
+def bound_of(name: str, text: str) -> tuple[Literal["higher", "lower"], float]:
+    """Return the direction and the bound of an argument that is a text. Raises ValueError for any other text."""
+    match = re.fullmatch(r"\s*(>=|<=)\s*(\S+)\s*", text)
+    try:
+        bound = float(match[2]) if match else math.nan
+    except ValueError:
+        bound = math.nan
+    if match is None or math.isnan(bound):
+        raise ValueError(f"{name} is {shown(text)}; expected '>= 0.95' or '<= 0.1', with a number of your own")
+    return ("higher" if match[1] == ">=" else "lower"), bound

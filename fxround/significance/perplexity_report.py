@@ -13,7 +13,7 @@ import numpy as np
 from fxround.policy import Policy
 from fxround.significance.bits import student_half_width
 from fxround.significance.figures import plain
-from fxround.views.table import Table, Value
+from fxround.views.table import Table, Value, of_notebook
 
 WITHIN: Final = 0.01
 COLUMNS: Final = ("site", "width", "mode", "perplexity", "low", "high", "samples")
@@ -129,7 +129,7 @@ class PerplexityReport:
         return "\n\n".join([self.heading, str(self.widths_table()), str(self.needed()), self.legend])
 
     def _repr_html_(self) -> str:
-        return self.widths_table()._repr_html_() + self.needed()._repr_html_()
+        return of_notebook(self.heading, (self.widths_table(), self.needed()), (), self.legend)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data; NaN is None, and infinities are text."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxround.significance.inputs import ModelCall
-from fxround.significance.metrics import Metric, Sums, class_dimension, dice_of, dice_sums, labels, primary
+from fxround.significance.metrics import Metric, Sums, dice_of, dice_sums, primary
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,10 @@ class Measured:
 
     name, meaning, unit, better   as in ``metrics.METRICS``
     values      one value per sample or pair
-    rows        the rows whose label changed in any sample; None for a metric that names no rows
+    rows        the rows of which a label changed in any sample; None for a metric that names no rows
     of          the number of all rows
+    changed     the number of labels that changed in any sample: a row of an image or a text has many
+    labels      the number of all labels
     classes     the Sorensen-Dice coefficient of every class in the worst sample or pair, for Dice metrics
     """
 
@@ -36,6 +38,8 @@ class Measured:
     values: tuple[float, ...]
     rows: tuple[int, ...] | None = None
     of: int = 0
+    changed: int = 0
+    labels: int = 0
     classes: tuple[float, ...] | None = None
 
     @property
@@ -58,13 +62,15 @@ class Measured:
 
     @property
     def worst(self) -> float:
-        """The least value if higher is better, else the greatest."""
+        """The least value if higher is better, else the greatest; NaN if nobody has said which values are better."""
+        if not self.better:
+            return math.nan
         return float((min if self.better == "higher" else max)(self.values))
 
     @property
     def changed_share(self) -> float:
-        """The share of rows that changed in any sample, 0 to 1."""
-        return len(self.rows or ()) / max(self.of, 1)
+        """The share of labels that changed in any sample, 0 to 1."""
+        return self.changed / max(self.labels, 1)
 
 
 class Recorder:
@@ -74,23 +80,24 @@ class Recorder:
         self.metric = metric
         self.sums: dict[Any, Sums] = {}
         self.rows: list[int] = []
-        self.of = 0
+        self.of = self.changed = self.labels = 0
         self._changed: Tensor | None = None
         self._maps: list[Tensor] = []
 
     def take(self, number: int, sample: Any, reference: Any, call: ModelCall) -> float:
         """Measure sample ``number`` of the batch; returns its value in this batch (NaN for a metric of pairs)."""
         if self.metric.pairs:
-            predicted = labels(sample)
-            classes = primary(sample).shape[class_dimension(primary(sample))]
+            x, how = primary(sample), self.metric.classes
+            how.require(x, call)
+            predicted, classes = how.labels(sample), how.count(x)
             for i, earlier in enumerate(self._maps):
                 self._add((i, number), dice_sums(earlier, predicted, classes))
             self._maps.append(predicted.to(torch.int16 if classes < 1 << 15 else torch.int32))
             return math.nan
         sums = self.metric.measure(sample, reference, call)
         self._add(number, sums)
-        if self.metric.rows is not None:
-            moved = self.metric.rows(sample, reference)
+        if self.metric.changed is not None:
+            moved = self.metric.changed(sample, reference)
             self._changed = moved if self._changed is None else self._changed | moved
         return self.metric.finish(sums)
 
@@ -101,7 +108,10 @@ class Recorder:
         """End the batch: keep the rows that changed."""
         self.of += call.rows
         if self._changed is not None:
-            self.rows += [int(i) + call.offset for i in self._changed.nonzero().flatten()]
+            self.changed += int(self._changed.sum())
+            self.labels += self._changed.numel()
+            rows = self._changed.reshape(len(self._changed), -1).any(1)
+            self.rows += [int(i) + call.offset for i in rows.nonzero().flatten()]
         self._changed, self._maps = None, []
 
     def measured(self) -> Measured | None:
@@ -109,9 +119,10 @@ class Recorder:
         if not self.sums:
             return None
         metric, values = self.metric, tuple(self.metric.finish(sums) for sums in self.sums.values())
-        rows = tuple(self.rows) if metric.rows is not None else None
+        rows = tuple(self.rows) if metric.changed is not None else None
         classes = None
         if metric.name.startswith("dice"):
             worst = min(self.sums.values(), key=metric.finish)
             classes = dice_of(worst)
-        return Measured(metric.name, metric.meaning, metric.unit, metric.better, values, rows, self.of, classes)
+        counts = rows, self.of, self.changed, self.labels
+        return Measured(metric.name, metric.meaning, metric.unit, metric.better, values, *counts, classes)

@@ -76,8 +76,8 @@ def variability(
             ``tolerance`` at ``confidence``, at most ``max_samples`` times.
         capture: what is measured beside the results: ``"outputs"`` (nothing), ``"layers"`` (each layer's last value)
             or ``"nodes"`` (the result of every operation).
-        metrics: names of ``fxround.significance.metrics.METRICS``, functions of (sample, unperturbed result), or
-            ``"auto"``: those that fit the first result.
+        metrics: names of ``fxround.significance.metrics.METRICS``, what ``fxround.metric`` returns, functions of
+            (sample, unperturbed result), or ``"auto"``: those that fit the first result.
         reference: ``"binary64"`` (a copy of the model cast to float64), None, or a tensor shaped like the results of
             all inputs; for a model that returns several, tensors in the structure that it returns.
         batch_size: splits tensors into batches of this many rows; None takes them whole.

@@ -66,8 +66,8 @@ def compare(
         policies: several policies, each as for ``fxround.compile``, a dict from names to policies, or a ``Sweep``. What
             a policy of a sweep cannot be lowered by is in its row.
         metric: one or several of: a name of ``fxround.significance.metrics.METRICS`` (``"accuracy"``, ``"perplexity"``,
-            ``"kl"``, ...), a ``Metric``, or a function of (result, target) that returns a number for a batch, of which
-            the mean over rows is reported. The target is None for data without targets.
+            ``"kl"``, ...), what ``fxround.metric`` returns, a ``Metric``, or a function of (result, target) that gives
+            a number for a batch, of which the mean over rows is reported. The target is None for data without targets.
         samples: runs of a policy that draws random bits; other policies run once.
         batch_size: splits tensors into batches of this many rows; None takes them whole.
         seed: 0 to 2^63 - 1, the seed of all random bits. Sample i of batch j is ``reseed(seed, j * 2**16 + i)``.

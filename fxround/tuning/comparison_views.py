@@ -50,7 +50,8 @@ def _panel(report: ComparisonReport, unrounded: Measured, bits: str, axes: Any) 
         axes.axhline(unrounded.mean, linestyle="--", linewidth=1, color=plots.WORST, label="unrounded")
         axes.legend(loc="best")
     note = f"\nNot shown: {'; '.join(left_out)}" if left_out else ""
-    axes.set(title=f"{unrounded.title}: {unrounded.better} is better", xlabel=_BITS[bits] + note)
+    better = f": {unrounded.better} is better" if unrounded.better else ""
+    axes.set(title=f"{unrounded.title}{better}", xlabel=_BITS[bits] + note)
     axes.margins(x=0.12, y=0.15)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fxround.errors import shown
-from fxround.significance.metrics import Metric
+from fxround.significance.metrics import Metric, bound_of
 
 # A loss that is larger by no more than the roundings of the metric's own arithmetic is no larger.
 _SLACK: Final = 1e-12
@@ -58,29 +57,34 @@ def require_budget(budget: Any, bits: Any) -> None:
     if budget is None:
         return
     if isinstance(budget, str):
-        _bound_of(budget)
+        bound_of("budget", budget)
     elif not _is_number(budget):
         raise TypeError(f"budget is {shown(budget)}; expected the largest loss of the metric, or a text as '>= 0.95'")
     elif not 0 <= budget < math.inf:
         raise ValueError(f"budget is {shown(budget)}; expected a loss of 0 or more, or a text as '>= 0.95'")
 
 
-def goal_of(budget: Any, bits: Any, metric: Metric, has_direction: bool, unrounded: float) -> Goal:
-    """Return the goal. has_direction: whether it is known which values are better; else a bound says it.
+def goal_of(budget: Any, bits: Any, metric: Metric, unrounded: float) -> Goal:
+    """Return the goal.
 
-    Raises ValueError for a bound in the wrong direction, and for a loss of a metric that has no finite value without
-    roundings.
+    Raises ValueError for a bound in the wrong direction, for a loss of a function of which nobody has said which values
+    are better, and for a loss of a metric that has no finite value without roundings.
     """
-    if bits is not None:
-        return Goal(metric.better, None, float(bits))
     if isinstance(budget, str):
-        better, bound = _bound_of(budget)
-        if has_direction and better != metric.better:
+        better, bound = bound_of("budget", budget)
+        if metric.better and better != metric.better:
             raise ValueError(
                 f"budget is {budget!r}, and {metric.better} values of {metric.name} are better; expected "
                 f"'{'>=' if metric.better == 'higher' else '<='} {bound:g}'"
             )
         return Goal(better, bound, None)
+    if not metric.better:
+        raise ValueError(
+            f"it is not known whether higher or lower values of {metric.name} are better; expected a bound, such as "
+            f"budget='>= 0.95' or '<= 0.1', or fxround.metric({metric.name}, better='higher') or 'lower'"
+        )
+    if bits is not None:
+        return Goal(metric.better, None, float(bits))
     if not math.isfinite(unrounded):
         raise ValueError(
             f"budget is a loss, and {metric.name} is {unrounded} without roundings; expected a bound, such as "
@@ -92,15 +96,3 @@ def goal_of(budget: Any, bits: Any, metric: Metric, has_direction: bool, unround
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _bound_of(text: str) -> tuple[Literal["higher", "lower"], float]:
-    """Return the direction and the bound of a text. Raises ValueError for any other text."""
-    match = re.fullmatch(r"\s*(>=|<=)\s*(\S+)\s*", text)
-    try:
-        bound = float(match[2]) if match else math.nan
-    except ValueError:
-        bound = math.nan
-    if match is None or math.isnan(bound):
-        raise ValueError(f"budget is {shown(text)}; expected '>= 0.95' or '<= 0.1', with a number of your own")
-    return ("higher" if match[1] == ">=" else "lower"), bound

@@ -11,9 +11,10 @@ import inspect
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ from fxround.module.rounded_module import RoundedModule
 from fxround.policy import IDENTITY
 from fxround.significance.figures import plain
 from fxround.significance.inputs import ModelCall, calls
-from fxround.significance.metrics import Metric, mean_over_rows, named
+from fxround.significance.metrics import METRICS, Classes, Metric, mean_over_rows, named
 from fxround.significance.provenance import version_of
 
 # The leaves of arguments whose text says all of them.
@@ -76,7 +77,7 @@ def several(asked: Any) -> list[Any]:
 
 def metrics_of(asked: Sequence[Any]) -> list[Metric]:
     """Return the metrics. Raises TypeError or ValueError for unknown ones, equal names, and one of pairs of samples."""
-    metrics = [_of_function(one) if callable(one) else named((one,))[0] for one in asked]
+    metrics = [_of_target(named((one,))[0]) for one in asked]
     names = [metric.name for metric in metrics]
     for metric in metrics:
         if metric.pairs:
@@ -86,12 +87,17 @@ def metrics_of(asked: Sequence[Any]) -> list[Metric]:
         if names.count(metric.name) > 1:
             raise ValueError(f"two metrics have the name {shown(metric.name)}; give functions names of their own")
     # The rows that change in any sample are a matter of variability.
-    return [replace(metric, rows=None) for metric in metrics]
+    return [replace(metric, changed=None) for metric in metrics]
 
 
-def _of_function(function: Callable[[Any, Any], Any]) -> Metric:
+def _of_target(metric: Metric) -> Metric:
+    """Return the metric; for a function of the caller's, which is one of result and target here, that of these."""
+    function = metric.function
+    if function is None:
+        return metric
     meaning = "a function of result and target, mean over rows"
-    return mean_over_rows(function, meaning, lambda result, _, call: function(result, call.target), compares=False)
+    made = mean_over_rows(function, meaning, lambda result, _, call: function(result, call.target), compares=False)
+    return replace(made, better=metric.better, function=function)
 
 
 def described_by(
@@ -153,13 +159,18 @@ def _said_of_metric(metric: Any) -> str:
     """Return the name of a metric, with its source text if it is the caller's."""
     if isinstance(metric, str):
         return metric
-    functions = (metric.measure, metric.finish) if isinstance(metric, Metric) else (metric,)
-    name = metric.name if isinstance(metric, Metric) else getattr(metric, "__qualname__", type(metric).__qualname__)
-    return f"{name} {digest(map(source_of, functions))}"
+    if not isinstance(metric, Metric):
+        return f"{getattr(metric, '__qualname__', type(metric).__qualname__)} {digest([source_of(metric)])}"
+    if metric == METRICS.get(metric.name):
+        return metric.name
+    functions = (metric.function or metric.measure, metric.finish)
+    how = "" if metric.classes == Classes() else f" {metric.classes}"
+    return f"{metric.name}{how} {digest(map(source_of, functions))}"
 
 
 def source_of(function: Any) -> str:
     """Return the source text of a function, or of an object's class; its name where there is none."""
+    function = function.func if isinstance(function, partial) else function
     try:
         return textwrap.dedent(inspect.getsource(function if inspect.isroutine(function) else type(function)))
     except (OSError, TypeError):  # typed into a prompt, or of a built-in class

@@ -66,8 +66,8 @@ def tune(
             buffers in training mode. It is not changed.
         data: as for ``fxround.compare``; an iterable is read once and kept.
         metric: a name of ``fxround.significance.metrics.METRICS``, a ``Metric``, or a function of (result, target) that
-            returns a number for a batch, of which the mean over rows is taken. Higher values of a function are better,
-            unless ``budget`` says otherwise.
+            returns a number for a batch, of which the mean over rows is taken. Which values of a function are better
+            is said by a bound as ``budget``, or by ``fxround.metric(function, better=...)``.
         budget: the largest loss of the metric against the unrounded model, or a bound, ``">= 0.95"`` or ``"<= 0.1"``.
         formats: at least two formats, roundings or policies without paths.
         bits: in place of ``budget``, the largest mean bits.
@@ -128,7 +128,7 @@ def tune(
         with shown_progress("tune", steps, progress) as tick, interruptible() as stopping:
             trials = Trials(whole, batches, chosen, given, every, samples, seed, path, described, runs, tick, stopping)
             tuning = _Tuning(trials, every, costs, per, cost)
-            tuning.prepare(budget, bits, known_direction=not callable(asked[0]))
+            tuning.prepare(budget, bits)
             tuning.search(proof)
             return tuning.report()
 
@@ -154,7 +154,7 @@ class _Tuning:
     sensitivities: Sensitivities | None = None
     result: Search | None = None
 
-    def prepare(self, budget: float | str | None, bits: float | None, known_direction: bool) -> None:
+    def prepare(self, budget: float | str | None, bits: float | None) -> None:
         """Run the unrounded model, attribute each format, and say among which parts there is a choice.
 
         Raises ValueError if there is none, and what the model and the metric raise without roundings.
@@ -167,7 +167,7 @@ class _Tuning:
                 "that there is nothing to choose; expected formats of other sizes, or another cost"
             )
         trials.begin()
-        self.goal = goal_of(budget, bits, trials.metric, known_direction, trials.unrounded)
+        self.goal = goal_of(budget, bits, trials.metric, trials.unrounded)
         whole = attributed(trials.whole, trials.batches[0], every, trials.formats, trials.seed)
         base = _finest(whole, trials.formats, self.costs)
         kept = tuple(part for i, part in enumerate(every) if i not in choices)

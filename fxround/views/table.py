@@ -10,7 +10,7 @@ import html
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -109,6 +109,13 @@ class Tabled(ABC):
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
+
+
+def of_notebook(heading: str, tables: Iterable[Table], said: Iterable[str], legend: str) -> str:
+    """Return what a notebook shows of a report: a heading, sentences that a reader must see, tables and a legend."""
+    sentences = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in said)
+    shown = f"<p><b>{html.escape(heading)}</b></p>" + (f"<ul>{sentences}</ul>" if sentences else "")
+    return f"{shown}{''.join(table._repr_html_() for table in tables)}<p>{html.escape(legend)}</p>"
 
 
 def data_frame(rows: list[dict[str, Any]], columns: list[str]) -> Any:

@@ -99,6 +99,27 @@ def test_the_first_operation_that_differs_is_named(policy: str | None) -> None:
         report.check()
 
 
+class Branches(nn.Module):
+    """The graph for one row has an operation more, so that names of operations are those of others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            x = x * 2
+            x = x * 3
+        else:
+            x = x * 6
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("policy", ["reproducible", None])
+def test_values_of_two_graphs_are_matched_by_their_places(policy: str | None) -> None:
+    axis = check_invariance(Branches(), torch.randn(4, 3), ("batch",), policy)["batch"]
+    assert axis.first is not None and "x.mean(0)" in axis.first.code and axis.captured_differently
+    assert str(axis).endswith("; captured differently")
+    same = check_invariance(Neighbours(), torch.randn(4, 3), ("batch",), policy)["batch"]
+    assert same.first is not None and not same.captured_differently
+
+
 def test_the_module_of_the_first_difference_is_named() -> None:
     report = check_invariance(nn.Sequential(nn.Linear(3, 3), Neighbours()), torch.randn(4, 3), ("batch",))
     assert report["batch"].first is not None and report["batch"].first.path == "1"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxround.localization.checks import agreement, parse_check
+from fxround.significance.metrics import metric
 
 LIMIT = 3.0
 R = torch.tensor([1.0, 2.0, 4.0])
@@ -46,9 +47,21 @@ def test_thresholds_pass_on_their_right_side_and_nan_on_none() -> None:
     def worst(y: Tensor, r: Tensor) -> Tensor:
         return (y - r).abs().max()
 
-    check = parse_check((worst, 0.5), reference=R)
+    check = parse_check((worst, "<= 0.5"), reference=R)
     assert check.passes(R + 0.5) and not check.passes(R + 0.75) and not check.passes(R * torch.nan)
     assert check.seen(R + 0.75) == "0.75, at most 0.5 asked"
+    lower = parse_check((metric(worst, better="lower"), 0.5), reference=R)
+    assert lower.key == check.key and lower.seen(R + 0.75) == check.seen(R + 0.75)
+    higher = parse_check((worst, ">= 0.5"), reference=R)
+    assert higher.passes(R + 0.75) and not higher.passes(R + 0.25) and higher.key != check.key
+    with pytest.raises(
+        ValueError, match=r"not known whether higher or lower values of worst .* '<= 0\.5' or '>= 0\.5'"
+    ):
+        parse_check((worst, 0.5), reference=R)
+    with pytest.raises(ValueError, match="higher values of sqnr are better"):
+        parse_check(("sqnr", "<= 20"), reference=R)
+    with pytest.raises(ValueError, match=r"the threshold is 'small'; expected '>= 0\.95' or '<= 0\.1'"):
+        parse_check((worst, "small"), reference=R)
     sqnr = parse_check(("sqnr", 20), reference=R)
     assert sqnr.passes(R * 1.0625) and not sqnr.passes(R * 1.125)
     assert sqnr.seen(R * 1.125) == "18.06 dB, at least 20 asked"

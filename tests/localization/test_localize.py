@@ -308,12 +308,12 @@ def test_metrics_and_references_are_checks_too(small: LocalizeReport) -> None:
     def worst(y: Tensor, r: Tensor) -> Tensor:
         return (y - r).abs().max()
 
-    assert _names(localize(SMALL, X, (worst, 1e-5))) == _names(small)
+    assert _names(localize(SMALL, X, (worst, "<= 1e-5"))) == _names(small)
     assert _names(localize(SMALL, X, ("sqnr", 80))) == _names(small)
     with pytest.raises(ValueError, match="no metric is named 'sqrn'"):
         localize(SMALL, X, ("sqrn", 80))
     with pytest.raises(NothingFails, match=r"at most 1 asked"):
-        localize(SMALL, X, (worst, 1.0))
+        localize(SMALL, X, (worst, "<= 1"))
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_a_reference_has_the_shape_of_the_result(reference: Any, error: Any, mes
 
 def test_a_function_takes_any_reference() -> None:
     with pytest.raises(NothingFails):
-        localize(SMALL, X, (lambda y, limit: float(y.abs().max() > limit), 0.5), reference=3)
+        localize(SMALL, X, (lambda y, limit: float(y.abs().max() > limit), "<= 0.5"), reference=3)
 
 
 def test_a_report_is_data_and_text() -> None:

@@ -12,16 +12,24 @@ from sklearn import metrics as sklearn_metrics
 from torch import Tensor
 
 from fxround.significance.inputs import ModelCall
-from fxround.significance.metrics import METRICS, chosen, dice_of, dice_sums, labels
+from fxround.significance.metrics import METRICS, Classes, Metric, chosen, dice_of, dice_sums, metric
 from fxround.significance.recorder import Measured, Recorder
 
 G = torch.Generator().manual_seed(5)
 NOTHING = ModelCall(())
 
 
-def value(name: str, sample: Tensor, reference: Tensor, call: ModelCall = NOTHING) -> float:
-    metric = METRICS[name]
-    return metric.finish(metric.measure(sample, reference, call))
+SEQUENCE = {"label_flips", "top_k", "accuracy", "dice", "dice_pairs", "kl"}
+
+
+def value(name: str | Metric, sample: Tensor, reference: Tensor, call: ModelCall = NOTHING) -> float:
+    chosen_metric = METRICS[name] if isinstance(name, str) else name
+    return chosen_metric.finish(chosen_metric.measure(sample, reference, call))
+
+
+def of_sequence(name: str) -> Metric:
+    """The metric for results [n, time, classes]."""
+    return metric(name, class_dim=-1) if name in SEQUENCE else METRICS[name]
 
 
 def pair(*shape: int, spread: float = 0.3) -> tuple[Tensor, Tensor]:
@@ -36,7 +44,7 @@ def test_every_metric_finds_nothing_in_equal_results() -> None:
     neutral |= {"dice": 1, "dice_pairs": 1, "wasserstein_1": 0, "kl": 0}
     assert set(neutral) | {"perplexity"} == set(METRICS)
     for name, expected in neutral.items():
-        assert value(name, logits, logits, call) == expected, name
+        assert value(of_sequence(name), logits, logits, call) == expected, name
 
 
 def test_signal_and_error() -> None:
@@ -70,8 +78,9 @@ def test_labels_and_accuracy() -> None:
     assert 0 < value("label_flips", x, r) == flips
     target = torch.randint(0, 5, (60,), generator=G)
     assert value("accuracy", x, r, ModelCall((), target=target)) == sklearn_metrics.accuracy_score(target, x.argmax(1))
-    assert labels(torch.zeros(2, 3, 4, 4)).shape == (2, 4, 4)
-    assert labels(torch.zeros(2, 7, 3)).shape == (2, 7)
+    assert Classes().labels(torch.zeros(2, 3, 4, 4)).shape == (2, 4, 4)
+    assert Classes().labels(torch.zeros(2, 7, 3)).shape == (2, 3)
+    assert Classes(-1).labels(torch.zeros(2, 7, 3)).shape == (2, 7)
 
 
 @pytest.mark.parametrize("shape", [(10, 3), (3, 4, 8, 8), (3, 4, 6, 6, 6)])
@@ -92,10 +101,8 @@ def test_targets_may_have_one_channel_and_are_not_broadcast(shape: tuple[int, ..
 def test_one_channel_has_no_labels(name: str) -> None:
     """The greatest of one class is always the same: nothing could ever change."""
     x, r = pair(2, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"has 1 class in dimension 1; expected at least two\. .*torch\.cat"):
+    with pytest.raises(ValueError, match=r"has 1 class in dimension 1; expected at least two\. .*threshold=0\.0"):
         value(name, x, r, ModelCall((), target=(r > 0).long()))
-    two = torch.cat([-x, x], 1)
-    assert torch.equal(labels(two).bool(), x[:, 0] > 0)
 
 
 def test_top_k_counts_the_shared_classes() -> None:
@@ -107,7 +114,7 @@ def test_top_k_counts_the_shared_classes() -> None:
 
 def test_dice_is_f1_of_every_class() -> None:
     x, r = pair(4, 3, 8, 8, spread=1.0)
-    a, b = labels(x).flatten(), labels(r).flatten()
+    a, b = x.argmax(1).flatten(), r.argmax(1).flatten()
     expected = sklearn_metrics.f1_score(b, a, average=None)
     assert dice_of(dice_sums(a, b, 3)) == tuple(expected)
     assert value("dice", x, r) == min(expected)
@@ -165,28 +172,162 @@ def test_perplexity_is_of_the_next_token() -> None:
 def test_batches_add_up_to_the_whole(name: str) -> None:
     x, r = (t.softmax(-1) for t in pair(9, 4, 6))
     tokens = torch.randint(0, 6, (9, 4), generator=G)
-    recorder = Recorder(METRICS[name])
+    whole = of_sequence(name)
+    recorder = Recorder(whole)
     for part in (slice(0, 2), slice(2, 9)):
         call = ModelCall((tokens[part],), target=tokens[part], offset=part.start)
         recorder.take(0, x[part], r[part], call)
         recorder.end(call)
-    found = recorder.measured()
-    assert found is not None and found.of == 9
+    measured = recorder.measured()
+    assert measured is not None and measured.of == 9
     # Sums of parts, in binary64.
-    assert found.values[0] == pytest.approx(value(name, x, r, ModelCall((tokens,), target=tokens)), rel=1e-12)
-    if METRICS[name].rows is not None:
-        moved = (x.argmax(-1) != r.argmax(-1)).any(1)
-        assert found.rows == tuple(moved.nonzero().flatten().tolist())
+    assert measured.values[0] == pytest.approx(value(whole, x, r, ModelCall((tokens,), target=tokens)), rel=1e-12)
+    if whole.changed is not None:
+        moved = x.argmax(-1) != r.argmax(-1)
+        assert measured.rows == tuple(moved.any(1).nonzero().flatten().tolist())
+        assert (measured.changed, measured.labels) == (int(moved.sum()), 36)
+        assert measured.changed_share == int(moved.sum()) / 36
+
+
+# Labels of two classes in two rows of three.
+REFERENCE_LABELS = torch.tensor([[0, 1, 1], [0, 0, 1]])
+SAMPLE_LABELS = torch.tensor([[0, 1, 0], [1, 0, 1]])
+TARGETS = torch.tensor([[0, 1, 1], [1, 0, 1]])
+BY_HAND = {
+    "label_flips": 2 / 6,  # the third of the first row, the first of the second
+    "accuracy": 5 / 6,
+    # Class 0: twice 2 common of 3 and 3. Class 1 likewise.
+    "dice": 4 / 6,
+    # An equal label gives 0; a flip of logits (0, 2) to (2, 0) gives p log(p / q) + q log(q / p) = 2 (p - q), with
+    # p = 1 / (1 + exp(-2)).
+    "kl": 2 * 2 * math.tanh(1) / 6,
+}
+
+
+def scores(classes: Tensor, where: int) -> Tensor:
+    """Logits of 2 for the class and 0 for the other one."""
+    return (2.0 * torch.nn.functional.one_hot(classes, 2)).movedim(-1, where)
+
+
+@pytest.mark.parametrize("shape, where", [((6,), 1), ((2, 3), 1), ((2, 3), -1), ((2, 1, 3), 1), ((2, 3, 1, 1), 1)])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_every_layout_has_the_value_computed_by_hand(name: str, shape: tuple[int, ...], where: int) -> None:
+    sample, reference, target = (t.reshape(shape) for t in (SAMPLE_LABELS, REFERENCE_LABELS, TARGETS))
+    call = ModelCall((), target=target)
+    chosen_metric = METRICS[name] if where == 1 else metric(name, class_dim=where)
+    got = value(chosen_metric, scores(sample, where), scores(reference, where), call)
+    assert got == (pytest.approx(BY_HAND[name], rel=1e-15) if name == "kl" else BY_HAND[name])
+    if name == "kl":
+        return
+    # One channel of logits, positive where the class is 1.
+    binary = metric(name, threshold=0.0)
+    for channel in (True, False):
+        one = [(2.0 * t - 1).unsqueeze(1) if channel else 2.0 * t - 1 for t in (sample, reference)]
+        assert value(binary, *one, call) == BY_HAND[name]
+
+
+def test_a_flip_in_one_channel_is_seen() -> None:
+    x = torch.full((2, 1, 4, 4), -1.0)
+    moved = x.clone()
+    moved[0, 0, 1, 2] = 0.5
+    call = ModelCall((x,))
+    recorder = Recorder(metric("label_flips", threshold=0.0))
+    recorder.take(0, moved, x, call)
+    recorder.end(call)
+    measured = recorder.measured()
+    assert measured is not None and measured.rows == (0,)
+    assert (measured.changed, measured.labels, measured.changed_share) == (1, 32, 1 / 32)
+
+
+@pytest.mark.parametrize("name", [n for n, m in METRICS.items() if not m.pairs and n not in ("perplexity", "max_ulp")])
+def test_the_order_of_rows_classes_and_voxels_does_not_count(name: str) -> None:
+    x, r = (t.softmax(1) for t in pair(4, 3, 5, 5))
+    target = torch.randint(0, 3, (4, 5, 5), generator=G)
+    expected = value(name, x, r, ModelCall((), target=target))
+    rows, classes, columns = (torch.randperm(n, generator=G) for n in (4, 3, 5))
+    renamed = torch.empty(3, dtype=torch.long).scatter_(0, classes, torch.arange(3))
+    orders = {
+        "rows": (x[rows], r[rows], target[rows]),
+        "classes": (x[:, classes], r[:, classes], renamed[target]),
+        "voxels": (x[..., columns, :], r[..., columns, :], target[..., columns, :]),
+    }
+    for label, (a, b, wanted) in orders.items():
+        # Counts are equal; sums have another order, in binary64.
+        assert value(name, a, b, ModelCall((), target=wanted)) == pytest.approx(expected, rel=1e-12), label
+
+
+def test_classes_of_a_sequence_are_asked_for() -> None:
+    """Logits of a language model: dimension 1 is the time, and a greatest time is no label."""
+    tokens = torch.randint(0, 6, (2, 4), generator=G)
+    x, r = pair(2, 4, 6)
+    for name in sorted(SEQUENCE - {"accuracy"}):
+        with pytest.raises(ValueError, match=r"classes may be in dimension 1 or 2; say which: .*class_dim=-1"):
+            value(name, x, r, ModelCall((tokens,)))
+    with pytest.raises(ValueError, match=r"Classes are in dimension 1 of a result"):
+        value("accuracy", x, r, ModelCall((tokens,), target=tokens))
+    assert value(metric("accuracy", class_dim=2), x, r, ModelCall((tokens,), target=x.argmax(-1))) == 1.0
+    recorder = Recorder(METRICS["dice_pairs"])
+    with pytest.raises(ValueError, match="say which"):
+        recorder.take(0, x, r, ModelCall((tokens,)))
+
+
+def test_results_of_other_shapes_are_not_broadcast() -> None:
+    for name in ("sqnr", "relative_error", "max_ulp", "label_flips", "top_k", "dice", "wasserstein_1", "kl"):
+        with pytest.raises(ValueError, match=r"have the shapes \(1, 3\) and \(4, 3\), and cannot be compared"):
+            value(name, torch.ones(1, 3), torch.ones(4, 3))
+
+
+def test_choices_that_a_metric_does_not_have_are_refused() -> None:
+    assert metric("dice") is METRICS["dice"] and metric("sqnr", better="higher") is METRICS["sqnr"]
+    for wanted, options, text in (
+        ("sqnr", {"class_dim": 1}, "sqnr has no labels"),
+        ("kl", {"threshold": 0.0}, "compares scores of classes"),
+        ("dice", {"threshold": math.nan}, "threshold is nan"),
+        ("dice", {"threshold": 0.0, "class_dim": 1}, "expected one of the two"),
+        ("dice", {"better": "lower"}, "higher values of dice are better"),
+        ("dice", {"better": "more"}, "expected 'higher' or 'lower'"),
+        ("bleu", {}, "no metric is named 'bleu'"),
+        (math.dist, {"class_dim": 1}, "a function has its own"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            metric(wanted, **options)
+    for wanted, options in (
+        ("dice", {"class_dim": "1"}),
+        ("dice", {"class_dim": True}),
+        ("dice", {"threshold": "0"}),
+        (3, {}),
+    ):
+        with pytest.raises(TypeError):
+            metric(wanted, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"classes are in dimension 5 of a result, .* got \(4, 3\)"):
+        value(metric("dice", class_dim=5), *pair(4, 3))
+
+
+def test_the_worst_value_of_a_function_needs_its_direction() -> None:
+    def spread(sample: Tensor, reference: Tensor) -> float:
+        return float((sample - reference).abs().max())
+
+    def worst(chosen_metric: Metric) -> float:
+        recorder = Recorder(chosen_metric)
+        for i, step in enumerate((0.5, 2.0)):
+            recorder.take(i, torch.zeros(1) + step, torch.zeros(1), ModelCall((torch.zeros(1),)))
+        measured = recorder.measured()
+        assert measured is not None
+        return measured.worst
+
+    assert worst(metric(spread, better="lower")) == 2.0
+    assert worst(metric(spread, better="higher")) == 0.5
+    assert math.isnan(worst(chosen(spread, None)[0])) and math.isnan(worst(metric(spread)))
 
 
 def test_functions_and_unknown_names() -> None:
     def worst(sample: Tensor, reference: Tensor) -> float:
         return float((sample - reference).abs().max())
 
-    (metric,) = chosen(worst, torch.zeros(1))
+    (own,) = chosen(worst, torch.zeros(1))
     x, r = pair(4, 3)
-    assert metric.name == "worst"
-    assert metric.finish(metric.measure(x, r, ModelCall((x,)))) == pytest.approx(worst(x, r), rel=1e-12)
+    assert own.name == "worst"
+    assert own.finish(own.measure(x, r, ModelCall((x,)))) == pytest.approx(worst(x, r), rel=1e-12)
     with pytest.raises(ValueError, match="no metric is named 'bleu'"):
         chosen(("bleu",), x)
     with pytest.raises(TypeError, match="a metric is a name"):

@@ -273,3 +273,40 @@ def test_mistakes_end_with_status_2(
 ) -> None:
     status, _, error = run(capsys, *(a.format(file=file) for a in arguments))
     assert status == 2 and message in error and error.startswith("fxround: ")
+
+
+class Volumes(nn.Module):
+    """Voxels [n, 1, depth, height, width] just above 0, of which roundings in bfloat16 move some below."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1.0) - 1.0
+
+
+def test_flips_of_volumes_are_counted_by_voxels() -> None:
+    x = torch.full((2, 1, 4, 4, 4), 2.0**-10)
+    flips = fxround.metric("label_flips", threshold=2.0**-11)
+    options: dict[str, Any] = {"samples": 20, "metrics": [flips], "reference": None, "seed": 3, "progress": False}
+    report = fxround.variability(Volumes(), x, "bfloat16/stochastic", **options)
+    measured = report.metric("label_flips")
+    # Each voxel rounds to 0 in seven of eight samples: 2^-10 is an eighth of the distance of bfloat16 numbers above 1.
+    assert measured.labels == 128 and measured.changed == 128 and measured.rows == (0, 1)
+    assert "Labels that change in any sample: 128 of 128, in 2 of 2 inputs (rows 0, 1)." in report.findings
+    assert "<b>128 of 128</b><span>labels change" in report.to_html()
+    with pytest.raises(CheckFailed, match=r"128 of 128 labels changed, allowed: 0\.5 of all"):
+        report.check(max_flips=0.5)
+    few = fxround.variability(Volumes(), x, "bfloat16/stochastic", **(options | {"samples": 2}))
+    share = few.metric("label_flips").changed / 128
+    assert 0.9 < share <= 1 and few.check(max_flips=share) is few
+
+
+def test_a_notebook_shows_what_a_reader_must_see() -> None:
+    report = fxround.variability(Net().eval(), torch.randn(4, 6), samples=3, reference=None, progress=False)
+    shown = replace(report, complete=False, undrawn=("first",))._repr_html_()
+    for text in (
+        "Net, 53 parameters: policy stochastic, 3 samples of 4 inputs",
+        "INTERRUPTED",
+        "WARNING",
+        "Labels that change",
+    ):
+        assert text in shown
+    assert "bits: CNH" in shown and shown.count("<table") == len(report.tables)

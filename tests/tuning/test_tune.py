@@ -250,22 +250,25 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_file_has_what_need_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, model, data = tmp_path / "search.json", mlp(24, 8, 5), batches()
-    first = fxround.tune(model, data, hits, 0.1, FORMATS, path=path)
+    best = fxround.metric(hits, better="higher")
+    first = fxround.tune(model, data, best, 0.1, FORMATS, path=path)
     ran = count_runs(monkeypatch)
-    again = fxround.tune(model, data, hits, 0.1, FORMATS, path=path)
+    again = fxround.tune(model, data, best, 0.1, FORMATS, path=path)
     assert ran == ["identity"] * 2 and values(again) == values(first)
     assert (again.runs, again.recalled, again.passes) == (0, first.runs, 1)
     assert first.passes == 1 + first.runs and first.recalled == 0 and len(first.evaluated) == first.runs
     # Another budget uses what ran.
-    other = fxround.tune(model, data, hits, formats=FORMATS, bits=6, path=path)
+    other = fxround.tune(model, data, best, formats=FORMATS, bits=6, path=path)
     assert other.recalled > 0
     with pytest.raises(ValueError, match="another formats"):
-        fxround.tune(model, data, hits, 0.1, FORMATS[:2], path=path)
+        fxround.tune(model, data, best, 0.1, FORMATS[:2], path=path)
     with pytest.raises(ValueError, match="another data"):
-        fxround.tune(model, data[:1], hits, 0.1, FORMATS, path=path)
+        fxround.tune(model, data[:1], best, 0.1, FORMATS, path=path)
+    with pytest.raises(ValueError, match="not known whether higher or lower values of hits are better"):
+        fxround.tune(model, data, hits, 0.1, FORMATS)
     path.write_text("{}")
     with pytest.raises(ValueError, match="no file of a search"):
-        fxround.tune(model, data, hits, 0.1, FORMATS, path=path)
+        fxround.tune(model, data, best, 0.1, FORMATS, path=path)
 
 
 @cache
@@ -312,7 +315,7 @@ def test_a_metric_that_raises_or_is_nan_keeps_no_budget(tmp_path: Path) -> None:
             raise ArithmeticError("too narrow")
         return math.nan
 
-    report = fxround.tune(model, data, picky, 0.5, FORMATS, path=path)
+    report = fxround.tune(model, data, fxround.metric(picky, better="higher"), 0.5, FORMATS, path=path)
     assert report.chosen is not None and set(report.chosen.trial.formats) == {"bfloat16"} and report.value == 1
     said = str(report)
     assert "failed: ArithmeticError: too narrow" in said and "picky is NaN for" in said and report.minimal

@@ -28,7 +28,7 @@ from fxround.significance.recorder import Measured
 from fxround.significance.study import UNPERTURBED, Study
 from fxround.views.graph_views import to_networkx
 from fxround.views.svg import write_svg
-from fxround.views.table import Table, Value
+from fxround.views.table import Table, Value, of_notebook
 
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
 # of sound elements there (tests/significance/test_figures.py).
@@ -178,7 +178,11 @@ class VariabilityReport:
     def metrics_table(self) -> Table:
         """Return a table with one row per metric: mean, spread and worst value over the samples."""
         columns = ("metric", "mean", "spread", "worst", "unit", "meaning")
-        rows = [(m.name, f"{m.mean:.6g}", f"{m.spread:.3g}", f"{m.worst:.6g}", m.unit, m.meaning) for m in self.metrics]
+        worst = [f"{m.worst:.6g}" if m.better else "" for m in self.metrics]
+        rows = [
+            (m.name, f"{m.mean:.6g}", f"{m.spread:.3g}", least, m.unit, m.meaning)
+            for m, least in zip(self.metrics, worst, strict=True)
+        ]
         return Table(columns, tuple(rows))
 
     def __str__(self) -> str:
@@ -295,8 +299,8 @@ class VariabilityReport:
         return text
 
     def _repr_html_(self) -> str:
-        tables = self.tables
-        return "".join(t._repr_html_() for t in tables)
+        said = (*self.warnings, *self.findings, *self.notes)
+        return of_notebook(self.heading, self.tables, said, self.legend)
 
     # ---- continuous integration ----
 
@@ -314,7 +318,8 @@ class VariabilityReport:
         Args:
             min_bits: the least mean number of significant bits of every result; no evidence fails.
             min_worst: the least number of significant bits of any element of a result.
-            max_flips: the largest share, 0 to 1, of inputs whose label changes in any sample.
+            max_flips: the largest share, 0 to 1, of labels that change in any sample: of inputs, or of the voxels or
+                tokens of all inputs.
             max_outside: the largest share, 0 to 1, of elements whose reference is beyond their spread.
             allow_nonfinite: whether NaN and infinities pass.
 
@@ -334,7 +339,7 @@ class VariabilityReport:
             failures += _failures(f, min_bits, min_worst, max_outside, allow_nonfinite)
         if max_flips is not None and self.metric("label_flips").changed_share > max_flips:
             flips = self.metric("label_flips")
-            failures.append(f"{len(flips.rows or ())} of {flips.of} labels changed, allowed: {max_flips:g} of all")
+            failures.append(f"{flips.changed:,} of {flips.labels:,} labels changed, allowed: {max_flips:g} of all")
         if failures:
             raise CheckFailed("; ".join(failures))
         return self
@@ -384,7 +389,10 @@ def _findings(report: VariabilityReport) -> Iterator[str]:
             more = ", ..." if len(metric.rows) > SHOWN_ROWS else ""
             rows = ", ".join(map(str, metric.rows[:SHOWN_ROWS])) + more
             which = f" (rows {rows})" if rows else ""
-            yield f"Labels that change in any sample: {len(metric.rows)} of {metric.of} inputs{which}."
+            whole = f"{len(metric.rows)} of {metric.of} inputs{which}"
+            if metric.labels != metric.of:
+                whole = f"{metric.changed:,} of {metric.labels:,}, in {whole}"
+            yield f"Labels that change in any sample: {whole}."
     broken = next((f for f in report.places if f.nonfinite), None)
     if broken is not None:
         where = f", {broken.place.source}" if broken.place.source else ""

@@ -95,7 +95,7 @@ def section(heading: str, body: str) -> str:
 def _cards(report: VariabilityReport) -> str:
     cards = [(_bits(f.bits), f"bits in the mean of {f.place.name}, of {f.precision}") for f in report.outputs[:2]]
     cards += [(_bits(f.worst), "bits in the worst element") for f in report.outputs[:1]]
-    cards += [(f"{len(m.rows)} of {m.of}", "labels change") for m in report.metrics if m.rows is not None]
+    cards += [(f"{m.changed:,} of {m.labels:,}", "labels change") for m in report.metrics if m.rows is not None]
     cards += [(f"{min(report.samples, default=0)}", "samples" if report.complete else "samples, interrupted")]
     return (
         "<div class='cards'>"
