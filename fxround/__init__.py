@@ -65,11 +65,13 @@ from fxround.tuning.switch import Switch, store_integers
 from fxround.tuning.train_widths import train_widths
 from fxround.tuning.tune import tune
 from fxround.tuning.tuning_report import EvaluatedAssignment, PartChoice, TuningReport
+from fxround.version import VERSION
 from fxround.views.descriptions import FormatDescription, ScaledDescription, describe
 from fxround.views.leaks import Leak, Leaks
 from fxround.views.summaries import Coverage, Operation, Summary
 
 formats, modes, policies = FORMATS, MODES, PRESETS
+__version__ = VERSION
 table = Format.table
 
 # compile, round and hash are left out: a star import would replace the builtins of these names.

@@ -42,6 +42,7 @@ from fxround.cli.variability import add_variability
 from fxround.compiler.signature import REFUSED
 from fxround.errors import FxroundError
 from fxround.interrupts import INTERRUPTED, SAID, interruptible
+from fxround.version import VERSION
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fxround", description="A rounding compiler for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"fxround {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_demo(commands)
     add_inspect(commands)

@@ -32,6 +32,20 @@ _FIXED: Final = {
 }
 
 
+class CallSignature:
+    """The signature of a compiled module's call: that of the model's ``forward``, or of the function.
+
+    ``inspect.signature`` asks an object for ``__signature__``. It takes a callable object with ``__get__``, which a
+    compiled function has to be a method, for one of C, and finds none.
+    """
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is None:  # the class has that of its constructor
+            raise AttributeError("__signature__")
+        source = instance.source
+        return inspect.signature(source.function if isinstance(source, Function) else source.forward)
+
+
 class Reaching(Sharing):
     """A compiled module whose attributes, except fxround's own, are the model's."""
 

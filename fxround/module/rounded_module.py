@@ -43,7 +43,7 @@ from fxround.errors import FxroundError, NotCaptured, type_of
 from fxround.exported.caches import Cached, caches_among, with_tensors
 from fxround.exported.program import RNG_BUFFER
 from fxround.faults.flip_table import Flips
-from fxround.module.attributes import Reaching
+from fxround.module.attributes import CallSignature, Reaching
 from fxround.module.decorating import bound, global_name, is_plain, names_of, refuse_compiled
 from fxround.module.export import write_program
 from fxround.module.flips import flips_in, without_faults
@@ -131,6 +131,8 @@ class RoundedModule(Reaching):
         if instance is None or not is_plain(self.source):
             return self
         return bound(self, instance, self._like)
+
+    __signature__ = CallSignature()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``forward``, between the hooks of this module; those of all modules are the model's."""
@@ -559,7 +561,7 @@ class RoundedModule(Reaching):
         return len(self._captures) + (len(self._replay.entries) if self._replay else 0)
 
     def export(
-        self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True, gradients: bool = False
+        self, path: str | Path, example_inputs: Any, *, keep_inputs: bool = True, gradients: bool = False, **kwargs: Any
     ) -> Path:
         """Write the rounded graph and the model's state to a .pt2 file; returns the path.
 
@@ -573,15 +575,19 @@ class RoundedModule(Reaching):
                 ``DynamicCache`` or ``StaticCache``) that a call has filled is an argument like a tensor.
             keep_inputs: whether the example inputs are stored in the file, as ``torch.export.save`` does.
             gradients: whether the loaded program can be differentiated with respect to what requires gradients now.
+            kwargs: further keyword arguments of the model: ``compiled.export(path, ids, use_cache=False)``.
 
         Raises:
             OSError: if the file cannot be written; an existing file is then kept. Also what capturing raises.
-            TypeError: for a cache that is empty, or of layers of another kind.
+            TypeError: for a cache that is empty, or of layers of another kind, and for a keyword that is passed twice.
             FxroundError: with ``gradients``, if nothing requires a gradient, for delayed scales, or for a result that
                 shares memory with an input or another result; for a view of an input that the model changes; and
                 for a named tuple that no module has under its name.
         """
-        args, kwargs = arguments(example_inputs)
+        args, named = arguments(example_inputs)
+        if twice := named.keys() & kwargs:
+            raise TypeError(f"{', '.join(sorted(twice))} is in example_inputs and a keyword of export; pass it once")
+        kwargs = named | kwargs
         caches = caches_among(args, kwargs)
         if caches:
             cached = Cached(self.source, caches)

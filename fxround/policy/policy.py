@@ -9,6 +9,7 @@ model is an error.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -232,7 +233,7 @@ class Policy:
 
     @staticmethod
     def preset(name: str) -> Policy:
-        """Return the preset of this name, or the policy of a format or rounding.
+        """Return the preset of this name, in capitals or not, or the policy of a format or rounding.
 
         The policy of a format or rounding ("e4m3fn", "e5m2/stochastic/saturate", "fp16") rounds every result, weight
         and input with it, and accumulates in binary32; that of ``sbits(t)``, and of a format that binary32 does not
@@ -252,6 +253,11 @@ class Policy:
             fits = rounding.format.within(FORMATS["binary32"])
             return in_format(name, rounding, "binary32" if fits else WIDE)
         except ValueError as error:
+            if (
+                name != name.lower()
+            ):  # no name has capitals; if this is none either, the message is about the text given
+                with contextlib.suppress(PolicyError):
+                    return Policy.preset(name.lower())
             if any(mark in name for mark in "/(:") or other_numbers(name):
                 raise PolicyError(f"policy {shown(name)}: {error}") from error
             known = list(dict.fromkeys([*NAMED, *FORMATS, *SCALED]))

@@ -272,3 +272,22 @@ def test_a_batch_of_one_that_einsum_treats_differently_is_named_and_has_a_progra
     assert torch.equal(many(x[:3]), compiled(x)[:3]) and torch.equal(one(x[:1]), compiled(x)[:1])
     with pytest.raises(ValueError, match=r"dimension 0 of argument '\w+' has the size 1.*einsum.*second program"):
         many(x[:1])
+
+
+class Optional(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor | None = None, negate: bool = False) -> Tensor:
+        y = x if scale is None else x * scale
+        return -y if negate else y
+
+
+def test_an_export_takes_keywords_of_the_model(tmp_path: Path) -> None:
+    x, scale = torch.tensor([1.0, 2.0]), torch.tensor(3.0)
+    compiled = fxround.compile(Optional(), "bfloat16")
+    path = compiled.export(tmp_path / "p.pt2", x, scale=scale, negate=True)
+    assert torch.equal(fxround.load(path)(x, scale=scale, negate=True), torch.tensor([-3.0, -6.0]))
+    same = compiled.export(tmp_path / "q.pt2", ((x,), {"scale": scale}), negate=True)
+    assert torch.equal(fxround.load(same)(x, scale=scale, negate=True), torch.tensor([-3.0, -6.0]))
+    with pytest.raises(TypeError, match="scale is in example_inputs and a keyword of export; pass it once"):
+        compiled.export(path, ((x,), {"scale": scale}), scale=scale)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sclae'"):
+        compiled.export(path, x, sclae=scale)

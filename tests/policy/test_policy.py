@@ -166,7 +166,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
     [
         (lambda: Policy.parse("stocastic"), "did you mean 'stochastic'"),
         (lambda: Policy.parse("bfloat61"), "did you mean 'bfloat16'"),
-        (lambda: Policy.parse("MXFP8"), "did you mean 'mxfp8'"),
+        (lambda: Policy.parse("MXFB8"), "did you mean 'mxfp8'"),
         (lambda: Policy.parse("e4m3fm/stochastic"), "did you mean e4m3fn"),
         (lambda: Policy.parse("bfloat16/stochastik"), "did you mean stochastic"),
         (lambda: Policy.parse("e2m1fn/stochastic/inf"), "cannot overflow"),
@@ -175,7 +175,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
         (lambda: Policy.parse(torch.int64), "policy 'torch.int64': .*is a dtype of integers"),
         (lambda: Policy.parse("uint64"), "integers have 2 to 16 bits"),
         (lambda: Rule(operands="int40"), "operands = 'int40': .*integers have 2 to 16 bits"),
-        (lambda: Policy.parse("Half"), "did you mean 'binary16'"),
+        (lambda: Policy.parse("Binary17"), "did you mean 'binary16'"),
         (lambda: Rule(rounding=torch.int8), "rounding = 'torch.int8': .*is a dtype of integers"),  # type: ignore[arg-type]
         (lambda: Rule(rounding=3), "rounding is a text"),  # type: ignore[arg-type]
         (lambda: Rule(rounding="fp8"), r"fp8 is a policy, .* scaled\(e4m3fn;tensor,binary32,inverse\)"),
