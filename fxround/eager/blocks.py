@@ -42,7 +42,7 @@ def in_blocks(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...], out: T
 
 def draws(rounding: ScaledRounding) -> bool:
     """Return whether an element's rounding draws random bits."""
-    return rounding.mode.random_bits > 0 or rounding.mode.jitter
+    return rounding.mode.random_bits > 0 or rounding.mode.moves
 
 
 def reads_all(rounding: ScaledRounding) -> bool:

@@ -130,6 +130,9 @@ def finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:
 def _store_is_identity(accumulate: Rounding, rounding: Rounding) -> bool:
     """Whether the store's rounding keeps every value that the accumulator can hold."""
     range_kept = rounding.overflow in ("inf", accumulate.overflow)
+    if rounding.mode.noise is not None and accumulate.mode.noise is None:
+        # The steps had no noise, and the result gets it.
+        return False
     return accumulate.format.within(rounding.format) and range_kept and not rounding.mode.jitter
 
 

@@ -62,6 +62,10 @@ def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, res
             f"an exact sum cannot be rounded to {accumulate}: it needs two bits more than binary64 has; "
             f"use binary64/nearest_even, binary64/up_down, or a precision up to 51"
         )
+    if accumulate.mode.noise is not None:
+        raise ValueError(
+            f"{accumulate}: the noise of an exact sum belongs to its store; use lanes:16, or a step without noise"
+        )
     if wraps(accumulate):
         raise ValueError(f"{accumulate}: an exact sum has no steps that could wrap; use lanes:16 or saturate")
     store = finish_function(accumulate, rounding, "f64", result)

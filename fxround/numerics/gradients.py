@@ -95,9 +95,9 @@ class Gradient:
         if self.zero_clamped and not clamped:
             if isinstance(rounding, ScaledRounding):
                 return f"{rounding} clamps nothing"
-            mode = "nearest_even" if rounding.mode.jitter else rounding.mode
+            mode = "nearest_even" if rounding.mode.moves else rounding.mode
             return f"{rounding} clamps nothing; write {rounding.format}/{mode}/saturate"
-        if self.estimated and not (grid.is_grid and not rounding.mode.jitter and rounding.overflow != "wrap"):
+        if self.estimated and not (grid.is_grid and not rounding.mode.moves and rounding.overflow != "wrap"):
             return (
                 f"{rounding} has no smooth curve: that needs a floating-point format, fixed point or integers, a mode "
                 "without jitter, and an overflow other than wrap"
@@ -112,12 +112,12 @@ def clamps(rounding: Rounding) -> bool:
     Tables and posits have no values to round to beyond their ends.
     """
     row = rounding.format
-    return rounding.overflow == "saturate" and row.signed and row.is_grid and not rounding.mode.jitter
+    return rounding.overflow == "saturate" and row.signed and row.is_grid and not rounding.mode.moves
 
 
 def clamps_elements(rounding: ScaledRounding) -> bool:
     """Whether a scaled rounding clamps elements, and does nothing else to them. Tables have no values beyond."""
-    return rounding.overflow == "saturate" and rounding.format.element.is_grid and not rounding.mode.jitter
+    return rounding.overflow == "saturate" and rounding.format.element.is_grid and not rounding.mode.moves
 
 
 def unclamped(rounding: Rounding) -> Rounding:

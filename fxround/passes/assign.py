@@ -56,7 +56,7 @@ def _of_an_integer(node: fx.Node, said: Assignment | None) -> Assignment | None:
     Counts and indices are compared and binned as floating-point numbers: one ulp below 3 selects another expert for a
     token.
     """
-    if said is None or said.rounding is None or not said.rounding.mode.jitter:
+    if said is None or said.rounding is None or not said.rounding.mode.moves:
         return said
     if str(node.target) != "aten._to_copy.default" or node.all_input_nodes[0].meta["val"].is_floating_point():
         return said

@@ -174,7 +174,7 @@ def last_placeholder(graph: fx.GraphModule) -> fx.Node:
 
 def keeps(rounding: Rounding, grid: Format) -> bool:
     """Whether the rounding changes no value of the format."""
-    return grid.within(rounding.format) and rounding.overflow == "inf" and not rounding.mode.jitter
+    return grid.within(rounding.format) and rounding.overflow == "inf" and not rounding.mode.moves
 
 
 @contextmanager

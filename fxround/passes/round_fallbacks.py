@@ -150,7 +150,7 @@ def _spells(node: fx.Node) -> bool:
 
 def _unmoved(rounding: Rounding, grid: Format) -> bool:
     """Whether up_down leaves the value: it moves results of operations, not a selection among values of the format."""
-    return rounding.mode.jitter and grid.within(rounding.format)
+    return rounding.mode.moves and grid.within(rounding.format)
 
 
 def _grid(node: fx.Node, place: Site | None, grids: dict[fx.Node, Format]) -> Format:

@@ -5,7 +5,7 @@
 
 from fxround.policy.policy import DEFINITIONS, OWN, Policy
 from fxround.policy.presets import PRESETS
-from fxround.policy.recipes import block_scaling, current_scaling, delayed_scaling, nvfp4, wage
+from fxround.policy.recipes import block_scaling, current_scaling, delayed_scaling, monte_carlo, nvfp4, wage
 from fxround.policy.rule import DIRECTIONS, DTYPE, ENTERING, IDENTITY, NATIVE, ROLES, WIDE, Assignment, Rule
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "block_scaling",
     "current_scaling",
     "delayed_scaling",
+    "monte_carlo",
     "nvfp4",
     "wage",
 ]

@@ -26,7 +26,7 @@ from fxround.numerics.formats.scaled import OTHERS, SCALED, SPELLINGS, ScaledRou
 from fxround.numerics.formats.stored_bits import has_stored_bits
 from fxround.numerics.gradients import STRAIGHT, Gradient
 from fxround.numerics.lazy import cached_property
-from fxround.numerics.modes import MODES, Rounding
+from fxround.numerics.modes import GRID_MODES, MODES, Rounding
 from fxround.numerics.orders import LANES, Order
 from fxround.policy.rule import (
     DIRECTIONS,
@@ -117,7 +117,8 @@ class Policy:
             return True
         said = (str(getattr(rule, key)) for rule in self.rules for key in ("rounding", "accumulate", "operands"))
         words = (word for text in said for option in text.split() for word in re.split("[/:=]", option))
-        return any(word in MODES and MODES[word].random_bits > 0 for word in words)
+        modes = {**MODES, **GRID_MODES}
+        return any(word in modes and modes[word].random_bits > 0 for word in words)
 
     def with_rules(self, *rules: Rule, name: str | None = None) -> Policy:
         """Return this policy with more rules after its own, so that the new ones decide where both match.

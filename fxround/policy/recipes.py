@@ -1,8 +1,9 @@
-"""Recipes of training in 8 and 4 bits.
+"""Recipes: training in 8 and 4 bits, and Monte Carlo arithmetic.
 
-The recipes are functions, which name their choices as arguments. All but ``wage`` round the operands of matrix products
-to scaled formats. Norms, softmax, residuals and results keep the model's dtype, and master weights and optimizer states
-are the model's own. They are those that NVIDIA's TransformerEngine publishes; docs/scaled.md says where bits differ.
+The recipes are functions, which name their choices as arguments. All but ``wage`` and ``monte_carlo`` round operands
+of matrix products to scaled formats. Norms, softmax, residuals and results keep the model's dtype, and master weights
+and optimizer states are the model's own. They are those that NVIDIA's TransformerEngine publishes; docs/scaled.md says
+where bits differ.
 """
 
 from __future__ import annotations
@@ -91,6 +92,35 @@ def nvfp4(*, stochastic_errors: bool = True, square_weights: bool = True, hadama
         rules.append(Rule(result="gradient", direction="backward", operands=f"{turned}{error}"))
     others = {"stochastic_errors": (stochastic_errors, True), "square_weights": (square_weights, True)}
     return of_operands(_varied("nvfp4_training", {**others, "hadamard": (hadamard, 16)}), *rules)
+
+
+def monte_carlo(precision: int | None = None, mode: str = "mca") -> Policy:
+    """Return Monte Carlo arithmetic with a virtual precision of t bits.
+
+    The noise is that of the rounding modes ``mca`` and ``mca_rr``.
+
+    precision: t, from 1 to the bits of the dtype (24 for float32, 53 for float64); None: the bits of each dtype.
+    mode: ``"rr"``, random rounding: each result gets noise that is not a number of t bits. ``"pb"``, precision
+    bounding: the operands of each operation do, and are rounded to their dtype, so that t below its bits is needed.
+    ``"mca"``: each result and each operand gets noise.
+
+    The steps of an accumulation are results, its operands get their noise once, before the first step. The same operand
+    has the same noise in all operations that read it.
+
+    Raises PolicyError for another mode or precision.
+
+    Source: Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997; the names are those of Verificarlo's backend.
+    """
+    if mode not in ("mca", "rr", "pb"):
+        raise PolicyError(f"mode = {shown(mode)}: expected 'mca', 'rr' or 'pb'")
+    if precision is not None and (type(precision) is not int or not 1 <= precision <= 53):
+        raise PolicyError(f"precision = {shown(precision)}: expected 1 to 53 bits, or None for those of each dtype")
+    bits = "" if precision is None else f":{precision}"
+    result = {"mca": f"mca{bits}", "rr": f"mca_rr{bits}", "pb": "nearest_even"}[mode]
+    rules = [Rule(rounding=f"{DTYPE}/{result}", accumulate=f"{WIDE}/{result}", optional=True)]
+    if mode != "rr":
+        rules.append(Rule(operands=f"{DTYPE}/mca{bits}", optional=True))
+    return Policy(f"monte_carlo_{mode}{bits.replace(':', '_')}", tuple(rules))
 
 
 def wage(

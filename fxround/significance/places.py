@@ -99,7 +99,7 @@ def _is_fixed(node: fx.Node, entry: Site) -> bool:
     if entry.status != "native" or entry.kind == "random" or entry.assignment is None:
         return False
     rounding = entry.assignment.rounding
-    if rounding is None or rounding.mode.deterministic or rounding.mode.jitter:
+    if rounding is None or rounding.mode.deterministic or rounding.mode.moves:
         return False
     return all(Format.parse(FORMAT_OF[value.dtype]).within(rounding.format) for value in float_values(node))
 

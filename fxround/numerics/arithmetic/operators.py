@@ -26,6 +26,7 @@ from typing import Final
 from fxround.errors import shown
 from fxround.numerics.arithmetic.flipping import flipped
 from fxround.numerics.arithmetic.forms.beyond import can_round, is_beyond, round_beyond
+from fxround.numerics.arithmetic.forms.noise import with_noise
 from fxround.numerics.arithmetic.residuals import (
     Wide,
     are_binary32,
@@ -191,7 +192,7 @@ STEPS: Final = MappingProxyType(
 
 def require(operator: Operator, carriers: tuple[Type, ...], rounding: Rounding) -> None:
     """Raise ValueError where the operator's exact value is not available for this rounding: see the module's text."""
-    if operator.selects or _is_native(operator, carriers, rounding):
+    if (operator.selects and rounding.mode.noise is None) or _is_native(operator, carriers, rounding):
         return
     if not is_beyond(rounding) or can_round(rounding):
         return
@@ -247,9 +248,12 @@ def apply(
     if name == "identity" and str(rounding) == HARDWARE and carriers == ("f64",) and out == "f32":
         # The hardware's conversion is this rounding.
         return narrow(args[0]) if any_nan else one_nan(narrow(args[0]))
-    if operator.selects:
+    if operator.selects and rounding.mode.noise is None:
         return _convert(round_expr(operator.wide(*args).value, rounding, random), out)
     operands = tuple(map(widen_exactly, args))
+    if rounding.mode.noise is not None and random is not None:
+        noisy = with_noise(_lossless(operator, operands, rounding), rounding, random)
+        return _convert(round_beyond(noisy, replace(rounding, mode=MODES["nearest_even"]), None), out)
     if rounding.format == _BINARY64 and (rounding.mode.jitter or rounding.mode.name == "nearest_even"):
         # For nearest_even and up_down (nearest_even, then a step), rounding the nearest value again changes nothing.
         nearest = _nearest_binary64(operator, operands, rounding)
@@ -311,17 +315,23 @@ def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | Non
 
 def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr | None) -> Expr:
     """Round the nearest binary64 value with what it lost."""
-    if operator.lost:
-        near, sign, size, _ = operator.lost(rounding.mode.graded, *operands)
-        return round_beyond(Wide(one_nan(near), sign, size), rounding, random)
-    low = rounding.format.emin < _LEAST
-    wide = (operator.beyond or (operator.below if low else None) or operator.wide)(*operands)
+    wide = _lossless(operator, operands, rounding)
     if operator.sign is None or rounding.mode.name != "toward_negative":
         return round_beyond(wide, rounding, random)
     # Only an exact sum is zero.
     zero = from_bits(operator.sign(*operands) & (1 << 63))
     exact = wide.value.equals(0.0) & (wide.error.equals(0.0) if wide.error is not None else const("bool", 1))
     return round_beyond(replace(wide, value=select(exact, zero, wide.value)), rounding, random)
+
+
+def _lossless(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Wide:
+    """Return the nearest binary64 value with what it lost."""
+    if operator.lost:
+        graded = rounding.mode.graded or rounding.mode.noise is not None
+        near, sign, size, _ = operator.lost(graded, *operands)
+        return Wide(one_nan(near), sign, size)
+    low = rounding.format.emin < _LEAST
+    return (operator.beyond or (operator.below if low else None) or operator.wide)(*operands)
 
 
 def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:

@@ -194,6 +194,8 @@ def round_expr(x: Expr, rounding: Rounding, random: Expr | None = None, any_nan:
     carrier.require(fmt)
     if mode.random_bits and random is None:
         raise ValueError(f"{rounding} draws random bits; none were given")
+    if mode.noise is not None:
+        raise ValueError(f"{rounding} adds noise to the exact value of an operation: round the operator identity")
     if fmt.values:
         return round_to_table(x, rounding, random)
     if fmt.posit:

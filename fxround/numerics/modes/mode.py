@@ -43,7 +43,12 @@ class Mode:
 
     ``away``: the rule, *step away from zero?* ``random_bits``: how many it draws, n (0: deterministic). ``jitter``:
     whether the result is then moved by one ulp up or down. ``cut``: the random bits r draw a step if
-    r + I(lost * 2^n) >= 2^n, and this names I, which makes an integer of lost * 2^n.
+    r + I(lost * 2^n) >= 2^n, and this names I, which makes an integer of lost * 2^n. ``noise``: the virtual precision t
+    of the noise that is added before the rule, 0 for the format's own; None: no noise. ``sparing``: numbers of t bits
+    get no noise.
+
+    The noise of a number x with 2^E <= |x| < 2^(E+1) is 2^(E+1-t) xi, in the direction of x, where xi is
+    (r + 1/2) / 2^32 - 1/2 for 32 random bits r, if |x| >= ``LEAST_NOISY``; other numbers, zero among them, get none.
     """
 
     name: str
@@ -51,14 +56,25 @@ class Mode:
     random_bits: int = 0
     jitter: bool = False
     cut: Cut = "down"
+    noise: int | None = None
+    sparing: bool = False
 
     def __str__(self) -> str:
+        if self.noise is not None:
+            return f"{self.name}:{self.noise}" if self.noise else self.name
+        if self.name in GRID_MODES:
+            return self.name
         return self.name if self.random_bits in (0, NAMED[self.name].random_bits) else f"{self.name}:{self.random_bits}"
 
     @property
     def deterministic(self) -> bool:
         """Whether the same value always gives the same result."""
         return self.random_bits == 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether a value that the format contains may move."""
+        return self.jitter or self.noise is not None
 
     @property
     def graded(self) -> bool:
@@ -104,14 +120,18 @@ class Mode:
     def parse(text: str) -> Mode:
         """Parse a mode's name.
 
-        ``stochastic:n`` draws n random bits, 1 to 32; ``stochastic_b:n`` and ``stochastic_c:n`` 1 to 31. Raises
+        ``stochastic:n`` draws n random bits, 1 to 32; ``stochastic_b:n`` and ``stochastic_c:n`` 1 to 31. ``mca:t`` and
+        ``mca_rr:t`` have the virtual precision t, 1 to 53. Raises
         ValueError for anything else.
         """
         name, colon, count = text.strip().partition(":")
+        if name in GRID_MODES:
+            return _with_precision(GRID_MODES[name], count, text) if colon else GRID_MODES[name]
         if name not in NAMED:
-            near = get_close_matches(name[:40], NAMED, n=2, cutoff=0.4)
+            known = [*NAMED, *GRID_MODES]
+            near = get_close_matches(name[:40], known, n=2, cutoff=0.4)
             hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise ValueError(f"no rounding mode is named {shown(name)}{hint} Known: {', '.join(NAMED)}")
+            raise ValueError(f"no rounding mode is named {shown(name)}{hint} Known: {', '.join(known)}")
         mode = NAMED[name]
         if not colon:
             return mode
@@ -124,6 +144,18 @@ class Mode:
 
 # The named modes. ``rows`` fills it, and shows it as MODES.
 NAMED: Final[dict[str, Mode]] = {}
+# Those of floating-point formats alone.
+GRID_MODES: Final[dict[str, Mode]] = {}
+LEAST_NOISY: Final = 2.0**-900
+"""The smallest magnitude that gets noise: binary64 holds the noise of all numbers from here on exactly."""
+
+
+def _with_precision(mode: Mode, precision: str, text: str) -> Mode:
+    if mode.noise is None:
+        raise ValueError(f"{shown(text)}: {mode.name} takes no number")
+    if not precision.isdecimal() or len(precision) > 2 or not 1 <= int(precision) <= 53:
+        raise ValueError(f"{shown(text)}: expected a virtual precision of 1 to 53 bits, as in {mode.name}:24")
+    return replace(mode, noise=int(precision))
 
 
 @dataclass(frozen=True)
@@ -149,6 +181,20 @@ class Rounding:
         if self.overflow not in self.format.overflows:
             possible = ", ".join(self.format.overflows)
             raise ValueError(f"{self.format.said} cannot overflow to {shown(self.overflow)}; it can: {possible}")
+        if self.mode.name not in GRID_MODES:
+            return
+        if not self.format.is_grid or self.format.span is not None:
+            raise ValueError(f"{self.mode} is a mode of floating-point formats, which {self.format.said} is not")
+        if (self.mode.noise or 0) > self.format.precision:
+            raise ValueError(
+                f"{self.mode}: the virtual precision is more than the {self.format.precision} bits of "
+                f"{self.format.said}; expected 1 to {self.format.precision}"
+            )
+
+    @property
+    def virtual_precision(self) -> int:
+        """The bits that the noise of the mode leaves; the format's precision for a mode without a number."""
+        return self.mode.noise or self.format.precision
 
     def __str__(self) -> str:
         return f"{self.format}/{self.mode}/{self.overflow}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any, Final
 
-from fxround.numerics.modes.mode import NAMED, Lost, Mode
+from fxround.numerics.modes.mode import GRID_MODES, NAMED, Lost, Mode
 
 
 def _to_nearest_even(lost: Lost[Any]) -> Any:
@@ -32,5 +32,14 @@ _MODES: Final[tuple[Mode, ...]] = (
     Mode("up_down", _to_nearest_even, random_bits=1, jitter=True),
 )
 
+# Modes of floating-point formats alone. ``farthest`` is the neighbour that nearest_even leaves. The others are Monte
+# Carlo arithmetic: noise is added, and the sum rounded to nearest even.
+_OF_GRIDS: Final[tuple[Mode, ...]] = (
+    Mode("farthest", lambda lost: lost.inexact ^ _to_nearest_even(lost)),
+    Mode("mca", _to_nearest_even, random_bits=32, noise=0),
+    Mode("mca_rr", _to_nearest_even, random_bits=32, noise=0, sparing=True),
+)
+
 NAMED.update({row.name: row for row in _MODES})
+GRID_MODES.update({row.name: row for row in _OF_GRIDS})
 MODES: Final = MappingProxyType(NAMED)

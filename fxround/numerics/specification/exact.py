@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.posit_codes import posit_value
-from fxround.numerics.modes import Lost, Mode, Rounding
+from fxround.numerics.modes import LEAST_NOISY, Lost, Mode, Rounding
 
 
 def floor_log2(x: Fraction) -> int:
@@ -83,6 +83,8 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
         return round_to_fixed(value, negative, rounding, random)
     if negative and not fmt.signed and value != 0:
         return (0.0 if fmt.zero else math.ldexp(1.0, fmt.emin)) if rounding.overflow == "saturate" else math.nan
+    if mode.noise is not None:
+        value = with_noise(value, rounding.virtual_precision, mode.sparing, random)
     magnitude = step_away(abs(value), negative, fmt, mode, random)
     maximum = Fraction(fmt.maximum)
     if magnitude > maximum:
@@ -97,6 +99,17 @@ def round_exact(value: Fraction, negative: bool, rounding: Rounding, random: int
         magnitude = Fraction(2) ** fmt.emin
     signed = fmt.signed if magnitude else fmt.has_minus_zero
     return math.copysign(float(magnitude), -1.0 if negative and signed else 1.0)
+
+
+def with_noise(value: Fraction, precision: int, sparing: bool, random: int) -> Fraction:
+    """Return the value with the noise of Monte Carlo arithmetic, inexact(x, t, xi) in Parker 1997."""
+    if abs(value) < Fraction(LEAST_NOISY):
+        return value
+    unit = Fraction(2) ** (floor_log2(abs(value)) + 1 - precision)
+    if sparing and value % unit == 0:
+        return value
+    xi = (random + Fraction(1, 2)) / 2**32 - Fraction(1, 2)
+    return value + (unit * xi if value > 0 else -unit * xi)
 
 
 def round_to_table(value: Fraction, values: Sequence[float], mode: Mode, random: int) -> float:

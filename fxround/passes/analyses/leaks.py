@@ -238,7 +238,7 @@ def _rule_for(origin: fx.Node, rounding: Rounding | ScaledRounding) -> Rule | No
     place = site(origin)
     if place is None:
         return None
-    text = str(replace(rounding, mode=MODES["nearest_even"]) if rounding.mode.jitter else rounding)
+    text = str(replace(rounding, mode=MODES["nearest_even"]) if rounding.mode.moves else rounding)
     if origin.op in ("placeholder", "get_attr") or is_constant(origin):
         return Rule(place.path or "*", role=place.role, rounding=text)
     if place.status == "movement":
