@@ -80,8 +80,8 @@ def round(
     """Round every element of ``x`` to the values of a format.
 
     Args:
-        x: a torch tensor (float32, float64, float16, bfloat16 or a float8 dtype) or a NumPy array (float32, float64 or
-            float16), of any shape and strides.
+        x: a torch tensor (float32, float64, float16, bfloat16 or a float8 dtype), or a NumPy array or number (float32,
+            float64 or float16 in any byte order), of any shape and strides.
         rounding: ``"format[/mode[/overflow]]"``, for example ``"e4m3fn/stochastic/saturate"``; a Rounding, a Format or
             a floating-point dtype, for example ``torch.bfloat16``; a table, ``fxround.table([-1, 0, 1])`` or ``"nf4"``;
             ``"sbits(10)"``, which is the format with 10 stored bits and the exponents of x's dtype; or a scaled format,
@@ -100,10 +100,10 @@ def round(
             elements share a scale. None: the last.
 
     Returns:
-        A row-major tensor or array of x's shape and dtype; ``out`` if it is passed.
+        A row-major tensor or array of x's shape and dtype, a NumPy number for one; ``out`` if it is passed.
 
     Raises:
-        TypeError: for another type of operand, an array of another dtype, or a ``dim`` of another type.
+        TypeError: for another type of operand, a masked array, an array of another dtype, or a ``dim`` of another type.
         IndexError: for a ``dim`` that the operand lacks.
         ValueError: for an unknown format or mode (the message names the nearest), a precision or range that the carrier
             cannot hold, ``"zero_clamped"`` for a rounding that clamps nothing, ``"estimate"`` for one to a table or a
@@ -123,7 +123,7 @@ def round(
 
 def _of_dtype(said: Any, x: Any) -> Any:
     """Return a rounding with the formats of x's dtype in place of stored bits."""
-    if not has_stored_bits(said) or not isinstance(x, Tensor | np.ndarray):
+    if not has_stored_bits(said) or not isinstance(x, Tensor | np.ndarray | np.generic):
         return said
     name = FORMAT_OF.get(x.dtype, str(x.dtype)) if isinstance(x, Tensor) else own_name(x.dtype.name)
     return with_stored_bits(said, name)
@@ -157,15 +157,18 @@ def _rounded(x: Any, rounding: RoundingLike, seed: int, sample: int, out: Any, g
                 raise ValueError("out= cannot be differentiated; detach x or leave out= away")
             return _differentiable(x, parsed, seed, sample, how, 0, dims)
         return _round_tensor(x, parsed, seed, sample, out, dims=dims)
-    if not isinstance(x, np.ndarray):
+    if not isinstance(x, np.ndarray | np.generic):
         raise TypeError(f"x is {type_of(x)}; expected a torch tensor or a NumPy array")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x is a masked array, whose mask no rounding keeps; pass x.data, or x.filled()")
     if how != Gradient():
         raise ValueError(f"gradient = {str(how)!r}: a NumPy array has no gradient")
     _check_out(x, out, np.ndarray)
-    rounded = _round_tensor(_as_tensor(x), parsed, seed, sample, dims=dims)
+    rounded = _round_tensor(_as_tensor(np.asarray(x)), parsed, seed, sample, dims=dims).numpy()
     if out is None:
-        return rounded.numpy()
-    out[...] = rounded.numpy()
+        # A number without dimensions that is no array is one again; an array has the byte order of x.
+        return x.dtype.type(rounded) if isinstance(x, np.generic) else rounded.astype(x.dtype, copy=False)
+    out[...] = rounded
     return out
 
 
@@ -203,10 +206,12 @@ def _slopes(x: Tensor, rounding: Rounding | ScaledRounding, dims: tuple[int, ...
 
 
 def _as_tensor(x: FloatArray) -> Tensor:
-    if x.dtype not in (np.float32, np.float64, np.float16):
-        raise TypeError(f"x has dtype {x.dtype}; expected float16, float32 or float64 in native byte order")
-    # A tensor has no negative strides and is always writable, so such an array is copied.
-    return torch.from_numpy(x if x.flags.writeable and all(s >= 0 for s in x.strides) else x.copy())
+    native = x.dtype.newbyteorder("=")
+    if native not in (np.float32, np.float64, np.float16):
+        raise TypeError(f"x has dtype {x.dtype}; expected float16, float32 or float64")
+    # A tensor has this machine's byte order, whole elements as strides, none of them negative, and is always writable.
+    plain = x.flags.writeable and x.flags.aligned and all(s >= 0 and s % x.itemsize == 0 for s in x.strides)
+    return torch.from_numpy(x if plain and x.dtype == native and x.dtype.isnative else x.astype(native))
 
 
 def _check_out(x: Any, out: Any, kind: type[Any]) -> None:
