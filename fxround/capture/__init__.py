@@ -33,6 +33,7 @@ from fxround.capture.dynamo import Kept, Read, alone, dynamo_graph, returned_by,
 from fxround.capture.empty_sizes import asked_of_data
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.guards import Guards, Noted
+from fxround.capture.least_squares import traced_least_squares
 from fxround.capture.leftovers import forget_export, forgotten_environments
 from fxround.capture.log_messages import logging_while_traced
 from fxround.capture.loops import own_loops, refuse_reads
@@ -330,6 +331,7 @@ def _trace(
         stack.enter_context(quickened())
         stack.enter_context(packed_sequences((args, kwargs)))
         stack.enter_context(traced_ctc_losses())
+        stack.enter_context(traced_least_squares())
         try:
             graph, reads, noted = _graph_of(stack, model, args, kwargs, differentiable)
             returned = returned_by(graph, model, args, kwargs)

@@ -212,10 +212,9 @@ _OPAQUE: Final = {
         special_entr special_ndtri special_erfcx
         special_zeta igamma igammac round.decimals logaddexp logaddexp2 nextafter ldexp.Tensor frexp.Tensor
         special_log_ndtr xlogy.Tensor angle mvlgamma float_power.Tensor_Scalar""",
-    "an algorithm of linear algebra, not a sequence of rounded operations that fxround defines": """
-        _linalg_eigh _linalg_svd linalg_qr linalg_matrix_exp linalg_ldl_factor_ex linalg_ldl_solve linalg_eig
-        linalg_eigvals geqrf ormqr linalg_householder_product linalg_lstsq linalg_pinv.atol_rtol_tensor
-        linalg_cross""",
+    "an iteration of linear algebra, whose steps depend on its roundings: no formula defines them yet": """
+        _linalg_eigh _linalg_svd linalg_matrix_exp linalg_eig linalg_eigvals linalg_pinv.atol_rtol_tensor""",
+    "linear algebra that no formula defines yet": "linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_cross",
     "a Fourier transform: its roundings are not defined by a formula yet": "_fft_c2c _fft_r2c _fft_c2r",
     "its accumulation order is not defined by a formula yet": """
         logcumsumexp _pdist_forward _pdist_backward _embedding_bag _embedding_bag_forward_only

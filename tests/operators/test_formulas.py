@@ -317,6 +317,18 @@ def linear_algebra_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
         ],
         aten._linalg_solve_ex.default: solve,
         aten.linalg_inv_ex.default: [call(a), call(batch)],
+        aten.linalg_qr.default: [
+            call(x, mode) for x in (tall, tall.mT, batch) for mode in ("reduced", "complete", "r")
+        ],
+        aten.geqrf.default: [call(tall), call(tall.mT), call(batch)],
+        aten.linalg_householder_product.default: [call(*torch.geqrf(tall)), call(*torch.geqrf(batch))],
+        aten.ormqr.default: [
+            call(*torch.geqrf(a), b if left else b.mT, left, turned)
+            for left, turned in itertools.product((True, False), repeat=2)
+        ],
+        torch.linalg.lstsq: [
+            call(x, t(x.shape[-2], 2), driver=driver) for x in (tall, tall.mT) for driver in (None, "gels")
+        ],
         **dict.fromkeys((aten._linalg_det.default, torch.det, torch.Tensor.det), det_samples(a, batch)),
         **dict.fromkeys((aten._linalg_slogdet.default, torch.slogdet, torch.Tensor.slogdet), det_samples(a, batch)),
         **dict.fromkeys((torch.logdet, torch.Tensor.logdet), det_samples(positive)[:2]),

@@ -167,6 +167,41 @@ def test_solutions_inverses_and_determinants() -> None:
         assert found[7].item() == (0.0 if product == 0 else 1.0 if found[6] > 0 else -1.0)
 
 
+@pytest.mark.parametrize("shape", [(9, 5), (5, 6), (1, 3), (3, 1)])
+def test_reflections(shape: tuple[int, int]) -> None:
+    least = min(shape)
+
+    def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (values(*shape, seed=2, dtype=dtype),)
+
+    def factors(a: Tensor) -> tuple[Tensor, ...]:
+        return *torch.geqrf(a), *torch.linalg.qr(a)
+
+    for steps, (a,), (packed, tau, q, r) in each_policy(factors, arguments):
+        expected, taus = exact.reflections(rows(a), steps)
+        assert_bits(packed, expected)
+        assert_bits(tau, [taus])
+        assert_bits(r, [[x if j >= i else 0.0 for j, x in enumerate(row)] for i, row in enumerate(expected[:least])])
+        assert_bits(q, exact.orthogonal(expected, taus, least, steps))
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (3, 5)])
+def test_least_squares(shape: tuple[int, int]) -> None:
+    def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return values(*shape, seed=2, dtype=dtype), values(shape[0], 2, dtype=dtype)
+
+    for steps, (a, b), x in each_policy(lambda a, b: torch.linalg.lstsq(a, b).solution, arguments):
+        tall, right = (rows(a), rows(b)) if shape[0] > shape[1] else (exact.transposed(rows(a)), rows(b))
+        packed, taus = exact.reflections(tall, steps)
+        q = exact.orthogonal(packed, taus, min(shape), steps)
+        if shape[0] > shape[1]:
+            product = steps.product(exact.transposed(q), right)
+            assert_bits(x, exact.solve_upper(packed[: min(shape)], product, False, steps))
+        else:
+            lower = exact.transposed(packed[: min(shape)])
+            assert_bits(x, steps.product(q, exact.solve_lower(lower, right, False, steps)))
+
+
 def gradients(function: Callable[..., Tensor], g: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
     leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in xs]
     return torch.autograd.grad(function(*leaves), leaves, g)
@@ -198,6 +233,12 @@ EVERY: dict[str, Callable[[Tensor], Any]] = {
     "right": lambda a: torch.linalg.solve(a, a.sin(), left=False),
     "inv": torch.linalg.inv,
     "tensorsolve": lambda a: torch.linalg.tensorsolve(a, a[0].sin()),
+    "qr": lambda a: torch.linalg.qr(a[:, :3])[0] + torch.linalg.qr(a[:, :3])[1].sum(),
+    "qr of a wide matrix": lambda a: torch.linalg.qr(a[:, :3].mT)[1],
+    "householder_product": lambda a: torch.linalg.householder_product(a[:, :3], a[0, :3].sin()),
+    "ormqr": lambda a: torch.ormqr(a[:, :3].detach(), a[0, :3].detach().sin(), a),
+    "lstsq": lambda a: torch.linalg.lstsq(a[:, :3], a[:, 3:].sin()).solution,
+    "lstsq of a wide matrix": lambda a: torch.linalg.lstsq(a[:, :3].mT, a[:1, :3].mT.sin()).solution,
     "det": torch.det,
     "slogdet": lambda a: a.slogdet()[1],
     "logdet": lambda a: torch.logdet(a @ a.mT),
@@ -268,6 +309,11 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "empty determinant": (torch.linalg.slogdet, (torch.zeros(2, 0, 0),)),
     "empty factors": (torch.linalg.lu, (torch.zeros(0, 3),)),
     "empty definite": (torch.linalg.cholesky, (torch.zeros(0, 0),)),
+    "empty, orthogonal": (torch.linalg.qr, (torch.zeros(3, 0),)),
+    "no equations": (torch.linalg.lstsq, (torch.zeros(0, 2), torch.zeros(0, 1))),
+    "rank of least squares": (torch.linalg.lstsq, (torch.eye(3, 2), torch.ones(3, 1))),
+    "a height of least squares": (torch.linalg.lstsq, (torch.eye(3, 2), torch.ones(4, 1))),
+    "a zero column": (torch.linalg.qr, (torch.zeros(3, 2),)),
     "one element": (torch.linalg.inv, (torch.full((1, 1), 2.0),)),
     "not square": (torch.linalg.inv, (torch.ones(3, 2),)),
     "another height": (torch.linalg.solve, (torch.eye(3), torch.ones(4, 1))),
@@ -298,3 +344,9 @@ def test_bad_matrices_have_pytorchs_outcome(name: str) -> None:
     # Small integers, infinities and NaNs: no result is rounded.
     for ours, theirs in zip(*map(pytree.tree_leaves, (found, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_least_squares_refuse_a_matrix_without_full_rank() -> None:
+    a, b = torch.ones(3, 2), torch.ones(3, 1)
+    with torch.no_grad(), pytest.raises(torch.linalg.LinAlgError, match="does not have full rank"):
+        fxround.compile(torch.linalg.lstsq, "reproducible")(a, b)

@@ -42,6 +42,9 @@ class Steps:
     def mul(self, a: float, b: float) -> float:
         return rationals.mul(a, b, self.rounding)
 
+    def sum(self, x: Sequence[float]) -> float:
+        return rationals.round_float(rationals.lanes(x, 16, self.step), self.rounding)
+
     def product(self, a: Matrix, b: Matrix) -> Matrix:
         return [[self.dot(row, column) for column in transposed(b)] for row in a]
 
@@ -132,3 +135,76 @@ def cholesky(a: Matrix, steps: Steps) -> Matrix:
                 for i in range(k, n):
                     c[i][k] = steps.less(c[i][k], c[i][j], c[k][j])
     return c
+
+
+def reflections(a: Matrix, steps: Steps) -> tuple[Matrix, list[float]]:
+    """R and the vectors of the reflections in one, and tau."""
+    a, taus = [list(row) for row in a], []
+    m, n = len(a), len(a[0])
+    least = min(m, n)
+    for begin in range(0, least, steps.block):
+        end = min(begin + steps.block, least)
+        for j in range(begin, end):
+            alpha, tail = a[j][j], [0.0] * (j + 1 - begin) + [a[i][j] for i in range(j + 1, m)]
+            squares = steps.sum([steps.mul(x, x) for x in tail])
+            if squares == 0:
+                tau, v = 0.0, [0.0] * (m - begin)
+            else:
+                length = steps.sqrt(rationals.add(steps.mul(alpha, alpha), squares, steps.rounding))
+                beta = length if alpha < 0 else -length
+                tau = steps.div(rationals.sub(beta, alpha, steps.rounding), beta)
+                v = [steps.div(x, rationals.sub(alpha, beta, steps.rounding)) for x in tail]
+                a[j][j] = beta
+            v[j - begin] = 1.0
+            for k in range(j + 1, end):
+                share = steps.mul(steps.dot(v, [a[i][k] for i in range(begin, m)]), tau)
+                for i in range(j, m):
+                    a[i][k] = steps.less(a[i][k], v[i - begin], share)
+            for i in range(j + 1, m):
+                a[i][j] = v[i - begin]
+            taus.append(tau)
+        if end < n:
+            v = vectors(a, begin, end)
+            right = [row[end:] for row in a[begin:]]
+            right = reflected(v, transposed(triangle(v, taus[begin:end], steps)), right, steps)
+            for i, row in enumerate(right):
+                a[begin + i][end:] = row
+    return a, taus
+
+
+def vectors(a: Matrix, begin: int, end: int) -> Matrix:
+    """The vectors of a block as columns, from the row ``begin`` on."""
+    return [[a[i][j] if i > j else float(i == j) for j in range(begin, end)] for i in range(begin, len(a))]
+
+
+def triangle(v: Matrix, taus: list[float], steps: Steps) -> Matrix:
+    """T of 1 - V T V^T; its columns have zeros in the places that are not there yet."""
+    count, columns = len(taus), transposed(v)
+    t = [[0.0] * count for _ in range(count)]
+    for j, tau in enumerate(taus):
+        products = [steps.dot(columns[k], columns[j]) if k < j else 0.0 for k in range(count)]
+        column = [-steps.mul(steps.dot(row, products), tau) for row in t]
+        for i in range(count):
+            t[i][j] = tau if i == j else column[i] if i < j else 0.0
+    return t
+
+
+def reflected(v: Matrix, t: Matrix, x: Matrix, steps: Steps) -> Matrix:
+    """(1 - V T V^T) x."""
+    product = steps.product(v, steps.product(t, steps.product(transposed(v), x)))
+    return [
+        [rationals.sub(a, b, steps.rounding) for a, b in zip(*rows, strict=True)]
+        for rows in zip(x, product, strict=True)
+    ]
+
+
+def orthogonal(a: Matrix, taus: list[float], columns: int, steps: Steps) -> Matrix:
+    """The first columns of the product of the reflections, the last block applied first."""
+    q = [[float(i == j) for j in range(columns)] for i in range(len(a))]
+    for begin in reversed(range(0, len(taus), steps.block)):
+        end = min(begin + steps.block, len(taus))
+        v = vectors(a, begin, end)
+        inner = reflected(v, triangle(v, taus[begin:end], steps), [row[begin:] for row in q[begin:]], steps)
+        for i, row in enumerate(inner):
+            q[begin + i][begin:] = row
+    return q
