@@ -215,7 +215,6 @@ _OPAQUE: Final = {
     "an iteration of linear algebra, whose steps depend on its roundings: no formula defines them yet": """
         _linalg_eigh _linalg_svd linalg_matrix_exp linalg_eig linalg_eigvals linalg_pinv.atol_rtol_tensor""",
     "linear algebra that no formula defines yet": "linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_cross",
-    "a Fourier transform: its roundings are not defined by a formula yet": "_fft_c2c _fft_r2c _fft_c2r",
     "its accumulation order is not defined by a formula yet": """
         logcumsumexp _pdist_forward _pdist_backward _embedding_bag _embedding_bag_forward_only
         _embedding_bag_backward scatter_reduce.two index_reduce col2im grid_sampler_3d _ctc_loss.Tensor _ctc_loss
