@@ -1,10 +1,10 @@
 """Formulas of Fourier transforms: complex sums, differences and products with roots of unity, each rounded once.
 
-A length is a product of factors 4, 2, 3, 5 and the primes up to 31, in this order. A stage with the factor r of n = r m adds
-(decimation in frequency): for p < m and k < r, ``y_k[p] = (sum of x[p + m j] w_r^(j k)) * w_n^(p k)``, and the
-transform of y_k gives the elements k, k + r, k + 2 r, ... of the result. A length with a larger prime is a
-convolution with a chirp (Bluestein 1970, IEEE Trans. Audio and Electroacoustics 18). All stages work on the real and the
-imaginary parts of all rows at once, sorted as in Stockham's algorithm.
+A length is a product of factors 4, 2, 3, 5 and the primes up to 31, in this order. A stage with the factor r of n = r m
+adds (decimation in frequency): for p < m and k < r, ``y_k[p] = (sum of x[p + m j] w_r^(j k)) * w_n^(p k)``, and the
+transform of y_k gives the elements k, k + r, k + 2 r, ... of the result. A length with a larger prime is a convolution
+with a chirp (Bluestein 1970, IEEE Trans. Audio and Electroacoustics 18). All stages work on the real and the imaginary
+parts of all rows at once, sorted as in Stockham's algorithm.
 """
 
 from __future__ import annotations
