@@ -50,6 +50,7 @@ from fxround.capture.refusals import (
     without_derivative,
 )
 from fxround.capture.repeated_blocks import traced_once
+from fxround.capture.rolls import as_pieces
 from fxround.capture.sizes import Sizes, ask_arguments_for_sizes, sizes_of
 from fxround.capture.torch_private import (
     asked_sizes,
@@ -118,7 +119,10 @@ class _Traced:
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return PyTorch's own table of formulas without its attention entry, which breaks gradients on a CPU."""
+    """Return PyTorch's own table of formulas, with slices for rolls (``rolls``).
+
+    Its attention entry, which breaks gradients on a CPU, is not in it.
+    """
     return dict(_core_decompositions(composite_operators()))
 
 
@@ -129,7 +133,8 @@ def _core_decompositions(_composites: tuple[str, ...]) -> dict[Any, Callable[...
 
     table = dict(core_aten_decompositions()) | get_decompositions([torch.ops.aten.grid_sampler_2d])
     table.pop(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, None)
-    return table
+    roll = torch.ops.aten.roll.default
+    return table | {roll: as_pieces(table[roll])}
 
 
 def capture(

@@ -15,12 +15,15 @@ from fxround.errors import shown
 from fxround.kernels.kinds import Map, Word
 from fxround.kernels.program import Program, Statement
 from fxround.numerics.arithmetic.forms import short as short_rounding
+from fxround.numerics.arithmetic.forms.addition import round_by_addition
 from fxround.numerics.arithmetic.forms.single import has_single_value, single_value
+from fxround.numerics.arithmetic.forms.ties import NEAREST, is_doubtful, rounds_twice
 from fxround.numerics.arithmetic.operators import HARDWARE, apply
 from fxround.numerics.arithmetic.randomness import width_of
-from fxround.numerics.arithmetic.scalar import Expr, Function, Type, const, param
+from fxround.numerics.arithmetic.scalar import Expr, Function, Type, const, param, rarely
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.numerics.formats.storage import CARRIER_OF, ELEMENT_OF, FORMAT_OF, Storage, load, store
 from fxround.numerics.modes import Rounding
 from fxround.numerics.specification.exact import round_float
@@ -138,8 +141,9 @@ def _map_of(
         free = plain and _only_computed(s.target, program)
         any_nan = free and s.operator in _NATIVE and str(s.rounding) == HARDWARE
         value = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
-        short = plain and s.rounding is not None and short_rounding.is_short(s.rounding)
-        values[s.target] = _short(s, operands, free, powers, value) if short else value
+        if plain and s.rounding is not None:
+            value = _in_binary32(s, s.rounding, operands, free, powers, random, value)
+        values[s.target] = value
         if single and s.rounding is not None and random is not None and has_single_value(s.operator, s.rounding):
             values[s.target] = single_value(s.operator, operands, s.rounding, random, value)
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
@@ -147,8 +151,26 @@ def _map_of(
     return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn), computed)
 
 
+def _in_binary32(
+    s: Statement,
+    rounding: Rounding,
+    operands: tuple[Expr, ...],
+    any_nan: bool,
+    powers: tuple[str, ...],
+    random: Expr | None,
+    general: Expr,
+) -> Expr:
+    """Return the value of a statement of binary32 operands by fewer operators, if there is such a way."""
+    carrier = CARRIERS["f32"]
+    if rounds_twice(s.operator, rounding, carrier):
+        nearest = NEAREST[s.operator](*operands)
+        rounded = round_by_addition(nearest, rounding, carrier, random, any_nan)
+        return rarely(is_doubtful(s.operator, operands, nearest, rounding), general, rounded)
+    return _short(s, operands, any_nan, powers, general) if short_rounding.is_short(rounding) else general
+
+
 def _short(s: Statement, operands: tuple[Expr, ...], any_nan: bool, powers: tuple[str, ...], general: Expr) -> Expr:
-    """Return a statement's value by fewer operators, if there is such a way, else ``general``."""
+    """Return the value of a statement that is rounded to fewer exponents, if there is a short way, else ``general``."""
     assert s.rounding is not None
     x, *others = operands
     if s.operator == "identity":

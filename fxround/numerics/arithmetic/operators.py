@@ -27,6 +27,7 @@ from fxround.errors import shown
 from fxround.numerics.arithmetic.flipping import flipped
 from fxround.numerics.arithmetic.forms.beyond import can_round, is_beyond, round_beyond
 from fxround.numerics.arithmetic.forms.noise import with_noise
+from fxround.numerics.arithmetic.forms.ties import is_doubtful, rounds_twice
 from fxround.numerics.arithmetic.residuals import (
     Wide,
     are_binary32,
@@ -353,6 +354,8 @@ def _before_rounding(operator: Operator, operands: tuple[Expr, ...], rounding: R
     nearest = operator.native(*operands) if operator.native else wide.value
     if rounding.mode.graded or (wide.error is None and wide.odd is None) or _keeps_sides(operator, operands, rounding):
         return nearest
+    if rounds_twice(operator.name, rounding, CARRIERS["f64"]):
+        return rarely(is_doubtful(operator.name, operands, nearest, rounding), to_odd(wide), nearest)
     under_half = (1 << (_BINARY64.precision - rounding.format.boundary_precision)) - 1
     odd = to_odd(wide)
     if rounding.mode.random_bits and not rounding.mode.jitter and rounding.format.emax == _BINARY64.emax:

@@ -205,8 +205,11 @@ class Planner(ABC):
 
     def _cat(self, node: fx.Node) -> None:
         parts: Any = node.args[0]
-        values = [self.value(part) for part in parts]
         dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+        self.env[node] = self._joined([self.value(part) for part in parts], dim)
+
+    def _joined(self, values: Sequence[Value], dim: int) -> Value:
+        """Return values behind each other along a dimension, in memory of their own."""
         whole = torch.cat([value.tensor for value in values], dim)
         dim %= whole.dim()
         if any(value.tensor.dtype != whole.dtype or value.tensor.dtype not in STORAGES for value in values):
@@ -215,11 +218,15 @@ class Planner(ABC):
         sizes = [value.tensor.shape[dim] if value.tensor.dim() == whole.dim() else 0 for value in values]
         places = [made.view(place) for place in made.tensor.split_with_sizes(sizes, dim)]
         for value, place in zip(values, places, strict=True):
-            if place.tensor.is_contiguous():
-                self.move(value, place)
-            else:
-                self._rows(value, place, made.tensor, dim)
-        self.env[node] = made
+            self._put(value, place, made.tensor, dim)
+        return made
+
+    def _put(self, value: Value, place: Value, whole: Tensor, dim: int) -> None:
+        """Copy a value to a part of ``whole``, which is row-major, along a dimension."""
+        if place.tensor.is_contiguous():
+            self.move(value, place)
+        else:
+            self._rows(value, place, whole, dim)
 
     def _rows(self, value: Value, place: Value, whole: Tensor, dim: int) -> None:
         """Copy a value to a part of ``whole`` along a dimension: a piece of each of its rows."""

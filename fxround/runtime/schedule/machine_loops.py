@@ -26,18 +26,22 @@ from fxround.runtime.cpu.contraction import Code, Work
 from fxround.runtime.cpu.llvm.repeat import HEADER, KERNEL, MOST, build_repeat
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cuda.launcher import runs_texts
-from fxround.runtime.schedule.launches import SIZES, Flag, KeyAddress, Launch, NoPlan, Planner, Space, Value
+from fxround.runtime.schedule.copies import CopyingPlanner
+from fxround.runtime.schedule.launches import SIZES, Flag, KeyAddress, Launch, NoPlan, Space, Value
 from fxround.runtime.schedule.stock_arithmetic import as_program
 
 _REPEAT: Final = signature(2, 2)
 # Steps between which a signal is handled.
 _AT_ONCE: Final = 4096
 # The most bytes of a plan that is kept for the next call: planning costs little beside the steps of a larger one.
-_KEPT_BYTES: Final = 1 << 20
+_KEPT_BYTES: Final = 1 << 23
+# The most bytes of an operand that is copied before the first step.
+_COPIED_BYTES: Final = 1 << 18
 # The most layouts that plans are kept for, and the most plans of a layout, one for each call at a time.
 _LAYOUTS: Final = 16
 _AT_A_TIME: Final = 4
 _SAMPLE: Final = 2
+_ROWS: Final = torch.contiguous_format
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class ScanPlan:
         return outputs
 
 
-class ScanPlanner(Planner):
+class ScanPlanner(CopyingPlanner):
     """Plans the body of a scan. Raises NoPlan for a body that cannot be planned.
 
     A value's home is 0 for the plan's own memory; those of operands, then of stacked results, begin at 1.
@@ -139,7 +143,7 @@ class ScanPlanner(Planner):
     """
 
     def __init__(self, body: fx.GraphModule, operands: Sequence[Any], carries: int, xs: int):
-        super().__init__()
+        super().__init__(body)
         self.kernels: list[tuple[int, int, tuple[int, ...]]] = []
         self.places: list[_Place] = []
         self.moving: list[tuple[Any, int, int]] = []
@@ -148,9 +152,11 @@ class ScanPlanner(Planner):
         self.copies: list[_Copy] = []
         self.bytes = 0
         self.in_place_of_stock = False
-        self.body, self.homes = body, len(operands) + 1
+        self.homes = len(operands) + 1
         entries = body.graph.find_nodes(op="placeholder")
-        self.carries = [replace(self.made(x.shape, _stored(x)), carried=True) for x in operands[:carries]]
+        self.carries = [
+            replace(self.kept(torch.empty(x.shape, dtype=_stored(x))), carried=True) for x in operands[:carries]
+        ]
         for i, (node, x) in enumerate(zip(entries, operands, strict=True)):
             if i < carries:
                 self.env[node] = self.carries[i]
@@ -163,6 +169,9 @@ class ScanPlanner(Planner):
         for node in body.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self.add(node)
+                known = self.env[node]
+                values = known if isinstance(known, list) else [known]
+                self.memory.note(node, [x.tensor for x in values if isinstance(x, Value)])
 
     def plan(self, stacked: Sequence[int]) -> ScanPlan:
         """Return the plan, in which rows of results and then the next state follow the kernels of a step.
@@ -172,11 +181,11 @@ class ScanPlanner(Planner):
         results = outputs_of(self.body)
         rows = [self.value(results[i]) for i in stacked]
         for home, row in enumerate(rows, self.homes):
-            one = torch.empty_like(row.tensor, memory_format=torch.contiguous_format)
+            one = torch.empty_like(row.tensor, memory_format=_ROWS)
             self.move(row, Value(one, home, growth=one.nbytes))
         following = [self.value(node) for node in results[: len(self.carries)]]
         # A part of the state that a step only passes on may be read after it was written.
-        kept = [self.made(value.tensor.shape, value.tensor.dtype) if value.carried else None for value in following]
+        kept = [self.kept(torch.empty_like(x.tensor, memory_format=_ROWS)) if x.carried else None for x in following]
         for value, copy in zip(following, kept, strict=True):
             if copy is not None:
                 self.move(value, copy)
@@ -186,8 +195,8 @@ class ScanPlanner(Planner):
         stacks = tuple((i, row.tensor.shape, row.tensor.dtype) for i, row in zip(stacked, rows, strict=True))
         carries = tuple(value.tensor for value in self.carries)
         return ScanPlan(
-            *(table, places, tuple(self.keys), self.states, carries, tuple(self.copies), stacks, tuple(self.held)),
-            *(self.bytes, self.in_place_of_stock),
+            *(table, places, tuple(self.keys), self.states, carries, tuple(self.copies), stacks),
+            *((*self.held, self.memory), self.bytes + self.memory.bytes, self.in_place_of_stock),
         )
 
     def add(self, node: fx.Node) -> None:
@@ -207,7 +216,8 @@ class ScanPlanner(Planner):
     def _is_of_numbers(self, node: fx.Node) -> bool:
         """Whether a node is computed from sizes alone, which are the same in every call of the plan."""
         used = node.all_input_nodes
-        return bool(used) and all(isinstance(self.env.get(x), int) for x in used)
+        number = not isinstance(node.meta.get("val"), Tensor)
+        return number and bool(used) and all(isinstance(self.env.get(x), int) for x in used)
 
     def _arranged(self, value: Value) -> Value:
         """Return a product's second operand, as a row-major copy if all steps read it and its columns are not adjacent.
@@ -215,9 +225,9 @@ class ScanPlanner(Planner):
         Such a copy is made once for all steps; without it, every step would pack the operand.
         """
         x = value.tensor
-        if value.home == 0 or value.growth or x.dim() != 2 or x.stride(1) == 1 or x.nbytes > _KEPT_BYTES // 4:
+        if value.home == 0 or value.growth or x.dim() != 2 or x.stride(1) == 1 or x.nbytes > _COPIED_BYTES:
             return value
-        made = self.made(x.shape, x.dtype)
+        made = self.kept(torch.empty(x.shape, dtype=x.dtype))
         self.copies.append(_Copy(value.home - 1, value.shift, x.stride(), made.tensor))
         return made
 
@@ -263,12 +273,11 @@ class ScanPlanner(Planner):
             self.moving.append((numbers, index, value.growth))
         return 0
 
-    def made(self, shape: Sequence[int], dtype: torch.dtype) -> Value:
-        """Return a value that every step writes."""
-        made = torch.empty(shape, dtype=dtype)
-        self.bytes += made.nbytes
-        self.held.append(made)
-        return Value(made)
+    def kept(self, tensor: Tensor) -> Value:
+        """Return a tensor as a value that nodes do not write."""
+        self.bytes += tensor.nbytes
+        self.held.append(tensor)
+        return Value(tensor)
 
     def state(self, rng: Any) -> tuple[int, int]:
         """Return seed and sample; each step brings its own seed, and each call its sample."""

@@ -3,8 +3,9 @@
 An operation that a policy leaves alone keeps PyTorch's kernel. For these four, in binary32 and binary64, that kernel
 computes the correctly rounded result (IEEE 754-2019, section 5.4.1), and so does a program with the rounding
 nearest_even: the bits are the same, except those of a NaN. A program's NaN is always the same one, PyTorch's has the
-sign and payload that the processor gives it. Each of the four gives a NaN for a NaN, so that no result can differ
-unless one of them is a NaN.
+sign and payload that the processor gives it. Each of the four gives a NaN for a NaN, and so do a change of the sign and
+an absolute value, which change that bit alone: no result can differ unless one of them is a NaN. PyTorch's square root
+is no fifth one: on a vector, it may be a function of MKL that is off by a bit.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fxround.graph.dtypes import FORMAT_OF, literal
 from fxround.operators.rules import argument, rule_of
 
 _EXACTLY_ROUNDED: Final = ("add", "sub", "mul", "div")
+_OF_SIGNS: Final = ("neg", "abs")
 _DTYPES: Final = (torch.float32, torch.float64)
 
 
@@ -31,7 +33,7 @@ def as_program(node: fx.Node) -> Pointwise[fx.Node] | None:
     """
     rule, value = rule_of(node) if node.op == "call_function" else None, node.meta.get("val")
     name = rule.body.partition("(")[0] if rule is not None else ""
-    if rule is None or name not in _EXACTLY_ROUNDED or not isinstance(value, torch.Tensor):
+    if rule is None or name not in _EXACTLY_ROUNDED + _OF_SIGNS or not isinstance(value, torch.Tensor):
         return None
     if value.dtype not in _DTYPES or value.device.type != "cpu" or _alpha(node) != 1:
         return None
@@ -49,7 +51,7 @@ def as_program(node: fx.Node) -> Pointwise[fx.Node] | None:
         else:
             texts[position] = literal(operand, value.dtype)
     text = re.sub(r"\{(\d+)\}", lambda match: texts[int(match[1])], rule.body)
-    rounding = f"{FORMAT_OF[value.dtype]}/nearest_even/inf"
+    rounding = "exact" if name in _OF_SIGNS else f"{FORMAT_OF[value.dtype]}/nearest_even/inf"
     # Nothing is drawn: the random state is that of no node.
     return Pointwise(operands, f"t0 = {text} @ {rounding}", value.dtype, node, 0)
 
