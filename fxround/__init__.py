@@ -50,6 +50,7 @@ from fxround.significance.perplexity_report import PerplexityReport
 from fxround.significance.perturb import perturb
 from fxround.significance.report import VariabilityReport
 from fxround.significance.variability import variability
+from fxround.significance.wasserstein import wasserstein
 from fxround.training import RoundedOptimizer, compile_optimizer
 from fxround.tuning.compare import compare
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
@@ -148,4 +149,5 @@ __all__ = [
     "train_widths",
     "tune",
     "variability",
+    "wasserstein",
 ]
