@@ -152,3 +152,14 @@ def test_every_text_of_the_page_is_one() -> None:
             elif head not in ("native", "rr", "pb"):
                 Policy.parse(part)
     assert known >= 10
+
+
+@pytest.mark.parametrize("text, said", [("dtype/mca:10", "Monte Carlo"), ("ieee(11,52)", "rounding to 52 bits loses")])
+def test_attribution_refuses_what_it_cannot_know(text: str, said: str) -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 1.1).sum()
+
+    policy = Policy("p", (Rule(rounding=text, operator="aten.mul.Tensor"),))
+    with pytest.raises(fxround.UnsupportedRounding, match=said):
+        fxround.attribute(Scaled(), X.double(), policy=policy)

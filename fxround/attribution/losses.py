@@ -125,7 +125,12 @@ def is_biased(rounding: Rounding) -> bool:
 
 def require_losses(rounding: Rounding) -> None:
     """Raise UnsupportedRounding for a rounding whose losses binary64 does not hold."""
-    if rounding.format.precision >= FORMAT_OF["f64"].precision:
+    if rounding.mode.noise is not None:
+        raise UnsupportedRounding(
+            f"{rounding}: the noise of Monte Carlo arithmetic is more than what a rounding loses; attribute a policy "
+            "of stochastic roundings, or see the effect of the noise with fxround.variability"
+        )
+    if rounding.format.precision >= FORMAT_OF["f64"].precision - 1:
         raise UnsupportedRounding(
             f"{rounding}: what a rounding to {rounding.format.precision} bits loses is no binary64 number; attribute a "
             "model in float32 (model.float()) or a policy with narrower formats"
