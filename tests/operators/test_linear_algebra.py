@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import linear_rationals as exact
@@ -119,6 +120,7 @@ def test_cholesky() -> None:
             assert_bits(found, exact.solve_upper(exact.transposed(expected), y, False, steps))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("shape", [(13, 13), (11, 6), (6, 11), (1, 1), (3, 1), (1, 3)])
 def test_elimination(shape: tuple[int, int]) -> None:
     """Small multiples of 1/4 have many pivots of equal magnitudes, of which the first is taken."""
@@ -167,6 +169,7 @@ def test_solutions_inverses_and_determinants() -> None:
         assert found[7].item() == (0.0 if product == 0 else 1.0 if found[6] > 0 else -1.0)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("shape", [(9, 5), (5, 6), (1, 3), (3, 1)])
 def test_reflections(shape: tuple[int, int]) -> None:
     least = min(shape)
@@ -207,6 +210,7 @@ def gradients(function: Callable[..., Tensor], g: Tensor, *xs: Tensor) -> tuple[
     return torch.autograd.grad(function(*leaves), leaves, g)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", ["reproducible", "bfloat16", "ieee(5,5)", "upwards"])
 def test_the_gradient_of_a_solution(name: str) -> None:
     """The solution for the transposed matrix by the same factors, and its outer product with x."""
@@ -245,6 +249,7 @@ EVERY: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_results_and_gradients_are_those_of_mathematics(name: str) -> None:
     """In binary64 against PyTorch's kernels, which take other orders: hence the tolerance. Strides change no bit."""
@@ -331,6 +336,7 @@ def outcome(function: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
         return error
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_bad_matrices_have_pytorchs_outcome(name: str) -> None:
     function, args = OUTCOMES[name]
@@ -350,3 +356,26 @@ def test_least_squares_refuse_a_matrix_without_full_rank() -> None:
     a, b = torch.ones(3, 2), torch.ones(3, 1)
     with torch.no_grad(), pytest.raises(torch.linalg.LinAlgError, match="does not have full rank"):
         fxround.compile(torch.linalg.lstsq, "reproducible")(a, b)
+
+
+class Solving(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(values(5, 5, seed=3) + 8 * torch.eye(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.solve(self.matrix, x)
+
+
+def test_other_views_of_a_model_see_the_steps(tmp_path: Path) -> None:
+    model, x = Solving().eval(), values(5, 2)
+    compiled = fxround.compile(model, "bfloat16")
+    with torch.no_grad():
+        y = compiled(x)
+        assert torch.equal(y, fxround.compile(model, "bfloat16", unroll_loops=True)(x))
+        compiled.export(tmp_path / "model.pt2", x)
+        assert torch.equal(y, fxround.load(tmp_path / "model.pt2")(x))
+    assert {"scan.step.div", "scan.step.sub"} <= {o.node for o in compiled.summary().operations}
+    assert len(list(fxround.attribute(model, x).table())) > 5
+    quiet = fxround.compile(model, "reproducible")(x)
+    assert fxround.localize(model, x, lambda y: torch.equal(y, quiet)).undrawn == ()

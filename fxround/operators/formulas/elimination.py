@@ -10,7 +10,7 @@ Computations, 4th edition, sections 3.2 and 3.4 (the block algorithm of Crout's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,21 +32,13 @@ from fxround.operators.formulas.triangular import (
 aten = torch.ops.aten
 
 
-# The integer type with the size of a number, and the encoding of infinity.
-_ENCODINGS: Final = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF << 52)}
-
-
-def _magnitudes(x: Tensor) -> Tensor:
-    """Return integers in the order of the magnitudes of x, equal ones for all NaNs. No policy rounds them."""
-    integers, infinity = _ENCODINGS[x.dtype]
-    return (x.view(integers) & torch.iinfo(integers).max).clamp(max=infinity + 1)
-
-
 def _eliminate(c: Tensor, place: Tensor, j: Tensor, columns: Tensor) -> list[Tensor]:
     """Eliminate column j below its pivot. place: of each row after the exchanges, [matrices, rows, 1]."""
     column = c.index_select(2, j)
-    magnitude = torch.where(place >= j, _magnitudes(column), -1)
-    candidates = torch.where(magnitude == magnitude.amax(1, keepdim=True), place, c.shape[1])
+    left = place >= j
+    magnitude = torch.where(left, column.abs(), 0.0)
+    largest = (magnitude == magnitude.amax(1, keepdim=True)) | magnitude.isnan()
+    candidates = torch.where(largest & left, place, c.shape[1])
     pivot_place = candidates.amin(1, keepdim=True)
     row = c.gather(1, candidates.argmin(1, keepdim=True).expand(-1, 1, c.shape[2]))
     pivot = row.index_select(2, j)
