@@ -496,7 +496,7 @@ assert fxround.compile(Calls(lambda x: x * 3), "short")(torch.tensor([1.015625])
             Insertion(
                 "significance/metrics.py",
                 'Metric("elements", "of a result", "", "lower", lambda s, r, c: (primary(s).numel(), 1.0), _share),\n',
-                after="_ROWS: Final = (\n",
+                after='    pairs = "the same, of the worst pair of samples"\n    return (\n',
             ),
         ),
         """
