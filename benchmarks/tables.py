@@ -18,7 +18,14 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "attribution.md"))
 # Pages that have other tables, too.
-_OTHER_PAGES: Final = ("complex.md", "few-bits.md", "platforms.md", "published.md", "science.md")
+_OTHER_PAGES: Final = (
+    "complex.md",
+    "few-bits.md",
+    "linear-algebra.md",
+    "platforms.md",
+    "published.md",
+    "science.md",
+)
 OF_OTHER_TABLES: Final = tuple(ROOT / "docs" / page for page in _OTHER_PAGES)
 RESULTS: Final = ROOT / "benchmarks" / "results"
 # What a table says of its measurement, in this order, and the words before it.
