@@ -23,7 +23,7 @@ from fxround.capture.leftovers import forget_computed
 from fxround.capture.torch_private import capturing
 from fxround.capture.undifferentiated import CONSTANT
 from fxround.errors import CaptureError, FxroundError
-from fxround.graph.site import float_values
+from fxround.graph.site import float_values, is_complex
 from fxround.numerics.lazy import cached_property
 from fxround.passes import Plan, classified
 
@@ -68,7 +68,7 @@ class Derivatives:
         graph = self.captured.graph.graph
         reached = {node: frozenset([i]) for i, node in enumerate(graph.find_nodes(op="placeholder"))}
         for node in graph.nodes:
-            if node.op == "call_function" and float_values(node) and CONSTANT not in node.meta:
+            if node.op == "call_function" and (float_values(node) or is_complex(node)) and CONSTANT not in node.meta:
                 reached[node] = frozenset().union(*(reached.get(used, frozenset()) for used in node.all_input_nodes))
         return tuple(reached.get(value, frozenset()) for value in gradients_of(self.captured.graph))
 
