@@ -533,6 +533,7 @@ UNTRIED = {
     "a field of faults",
     "a kind of fault",
     "a report",
+    "an operator on complex numbers",
     "a guard of capture",
     "what code on disk depends on",
     "an order of reduction",
