@@ -371,3 +371,15 @@ def test_a_rule_is_matched_in_bodies_too() -> None:
         fxround.compile(Cell(False), fxround.Policy("none", (fxround.Rule("nowhere", rounding="bfloat16"),)))(
             torch.rand(4, 3), torch.rand(6, 4, 3)
         )
+
+
+def test_a_selection_of_one_number_and_a_choice_that_broadcasts() -> None:
+    x = torch.arange(30.0).reshape(5, 6)
+    one = lambda s: s * 0.5 + s.index_select(0, torch.arange(3)[1]) * 0.25  # noqa: E731
+    wide = lambda s: torch.where((torch.arange(6) == 2).unsqueeze(0), s * 0.5, s[:1]) * 0.75  # noqa: E731
+    for step in (one, wide):
+        state = x
+        compiled = fxround.compile(step, "reproducible")
+        for _ in range(4):
+            state = compiled(state)
+        assert torch.equal(fxround.iterate(step, x, 4, "reproducible"), state)

@@ -193,6 +193,9 @@ def _number(x: Any, like: Tensor) -> Tensor:
 
 def common_digits(samples: Tensor, most: int) -> Tensor:
     """Return C for three samples along the first dimension (float64), 0 to ``most``; 0 for computed zeros."""
+    # Divided by a power of two, so that no square of the deviation is beyond binary64's range.
+    _, exponent = torch.frexp(samples.abs().amax(0))
+    samples = torch.ldexp(samples, -exponent)
     mean, deviation = samples.mean(0).abs(), samples.std(0)
     common = torch.log10(SAMPLES**0.5 * mean / (STUDENT * deviation)).clamp(0, most)
     equal = (samples == samples[0]).all(0)

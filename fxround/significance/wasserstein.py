@@ -23,10 +23,7 @@ def wasserstein(samples: Tensor, others: Tensor) -> Tensor:
 
     It is the integral of |F - G| for the distribution functions F and G of the samples of a point: the least mean way
     by which one distribution is moved to the other, in the unit of the samples. Its mean over the grid is the figure of
-    the climate literature::
-
-        t = fxround.wasserstein(rounded, exact)      # [members, 64, 64] and [members, 64, 64] to [64, 64]
-        print(t.mean())
+    the climate literature.
 
     The distance of finite samples of one distribution is not zero. Compare it with the distance of two independent
     reference ensembles of the same sizes.
@@ -42,6 +39,11 @@ def wasserstein(samples: Tensor, others: Tensor) -> Tensor:
     Raises:
         TypeError: for what is no tensor of real numbers.
         ValueError: for no samples, and for two grids.
+
+    Example::
+
+        distance = fxround.wasserstein(rounded, exact)      # [members, 64, 64] and [members, 64, 64] to [64, 64]
+        print(distance.mean())
     """
     for name, x in (("samples", samples), ("others", others)):
         _require_samples(name, x)

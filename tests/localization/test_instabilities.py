@@ -122,6 +122,10 @@ def test_digits_are_those_of_students_distribution() -> None:
     assert math.isclose(common_digits(torch.tensor(samples, dtype=torch.float64), 15).item(), want, rel_tol=1e-9)
     rows = torch.tensor([[1.0, 0.0, 1.0, -2.0], [1.0, 0.0, -1.0, -2.0], [1.0, 0.0, 0.5, -2.0]], dtype=torch.float64)
     assert common_digits(rows, 7).tolist() == [7, 0, 0, 7]
+    # The digits do not depend on the exponent, whose square may be beyond the range.
+    for power in (-1000, -560, 560, 1000):
+        scaled = torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64).ldexp(torch.tensor(power)).unsqueeze(1)
+        assert common_digits(scaled, 15).item() == common_digits(scaled.ldexp(torch.tensor(-power)), 15).item()
 
 
 @pytest.mark.parametrize("digits", [0, 16, 2.0, True])

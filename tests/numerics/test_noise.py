@@ -99,6 +99,18 @@ def test_random_rounding_at_the_formats_precision_is_stochastic_rounding() -> No
         assert abs(up - lost) < 6 * (lost * (1 - lost) / count) ** 0.5
 
 
+@pytest.mark.parametrize("fmt", ["binary64", "ieee(11,52)", "ieee(11,24)", "binary32"])
+def test_noise_beyond_the_largest_number_overflows(fmt: str) -> None:
+    row = Rounding.parse(fmt).format
+    largest = float(row.maximum)
+    x = np.full(2000, largest)
+    unbounded, bounded = (fxround.round(s * x, f"{fmt}/mca:4{end}", seed=2) for s, end in ((1, ""), (-1, "/saturate")))
+    # Half of the noise is upwards, of a sixteenth of the number at most, so that what overflows is infinite.
+    assert np.isin(unbounded, [np.inf]).mean() == pytest.approx(0.5, abs=6 * 0.5 / 2000**0.5)
+    assert not np.isnan(unbounded).any() and (unbounded >= largest * 0.9).all()
+    assert (bounded >= -largest).all() and (bounded == -largest).mean() > 0.4
+
+
 def test_what_gets_no_noise() -> None:
     special = np.array([0.0, -0.0, np.inf, -np.inf, 2.0**-901])
     np.testing.assert_array_equal(fxround.round(special, "binary64/mca:10"), special)

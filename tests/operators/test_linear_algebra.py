@@ -360,6 +360,26 @@ def test_bad_matrices_have_pytorchs_outcome(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+def test_pivots_are_rows_under_policies_that_perturb_operands() -> None:
+    """A comparison of magnitudes with their maximum would read both with another noise each."""
+    torch.manual_seed(1)
+    a = torch.randn(3, 6, 6)
+    for policy in (fxround.policy.monte_carlo(20), fxround.policy.monte_carlo(8, "pb"), "up_down"):
+        p, lower, upper = fxround.compile(lambda a: tuple(torch.linalg.lu(a)), policy, seed=1)(a)
+        assert torch.equal(p.sum(1), torch.ones(3, 6)) and torch.equal(p.sum(2), torch.ones(3, 6))
+        # Noise of 8 bits in products of six terms of numbers below 10.
+        assert (p @ lower @ upper - a).abs().max() < 0.5
+
+
+def test_squares_that_underflow_are_no_zeros_below_the_diagonal() -> None:
+    a = torch.tensor([[1.0, 2], [3, 4], [5, 7]])
+    q, r = fxround.compile(lambda a: tuple(torch.linalg.qr(a)), "reproducible")(a * 2.0**-90)
+    assert q.isnan().all() and not r.isfinite().all()
+    diagonal = torch.tensor([[1.0, 2], [0, 3], [0, 0]]) * 2.0**-90
+    q, r = fxround.compile(lambda a: tuple(torch.linalg.qr(a)), "reproducible")(diagonal)
+    assert torch.equal(q, torch.eye(3, 2)) and torch.equal(r, diagonal[:2])
+
+
 def test_least_squares_refuse_a_matrix_without_full_rank() -> None:
     a, b = torch.ones(3, 2), torch.ones(3, 1)
     with torch.no_grad(), pytest.raises(torch.linalg.LinAlgError, match="does not have full rank"):

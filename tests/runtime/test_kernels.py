@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from unittest import mock
 
+import gmpy2
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +27,7 @@ from fxround.numerics.arithmetic.operators import OPERATORS
 from fxround.numerics.formats import FORMATS
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
+from fxround.numerics.specification.exact import round_exact
 from fxround.runtime import reference
 from fxround.runtime.cpu import pointwise
 from fxround.runtime.cpu.code import instruction_set
@@ -300,17 +303,25 @@ def test_every_named_format_can_be_rounded_to_in_binary64() -> None:
 
 
 @pytest.mark.parametrize(
-    "program",
-    [
-        "t0 = add(x0, x1) @ ieee(11,52)/nearest_even/inf",
-        "t0 = exp(x0) @ binary64/toward_zero",
-        "t0 = add(x0, x1) @ binary64/toward_zero",
-    ],
+    "rounding", ["ieee(11,52)/nearest_even/inf", "binary64/toward_zero", "binary64/toward_positive"]
 )
-def test_what_binary64_cannot_decide_of_float32_operands_is_refused(program: str) -> None:
-    operands = [torch.randn(5) for _ in range(program.count("x"))]
-    with pytest.raises(ValueError, match="on float32 operands cannot be rounded to"):
-        torch.ops.fxround.pointwise(operands, program, torch.float64, torch.tensor([0, 0]), 1)
+@pytest.mark.parametrize("name", ["add", "exp"])
+def test_float32_operands_are_rounded_to_the_bits_of_binary64(name: str, rounding: str) -> None:
+    """Sums of float32 numbers far apart, and exponentials, have more bits than binary64."""
+    exponents = torch.tensor([-149, -126, -60, -30, -1, 0, 1, 30, 60, 126] if name == "add" else [-20, -3, 0, 3, 6])
+    x = torch.ldexp(torch.rand(4, len(exponents)) + 0.5, exponents).flatten()
+    operands = [x, x.flip(0) * -0.75] if name == "add" else [x]
+    arguments = ", ".join(f"x{i}" for i in range(len(operands)))
+    program = f"t0 = {name}({arguments}) @ {rounding}"
+    got = torch.ops.fxround.pointwise(operands, program, torch.float64, torch.tensor([0, 0]), 1)
+    with gmpy2.context(precision=300):
+        for result, *given in zip(got.tolist(), *(o.tolist() for o in operands), strict=True):
+            exact = (
+                sum(map(Fraction, given))
+                if name == "add"
+                else Fraction(*map(int, gmpy2.exp(gmpy2.mpfr(given[0])).as_integer_ratio()))
+            )
+            assert result == round_exact(exact, exact < 0, Rounding.parse(rounding)), given
 
 
 def test_scatter_kernels_are_made_once() -> None:

@@ -147,7 +147,7 @@ def reflections(a: Matrix, steps: Steps) -> tuple[Matrix, list[float]]:
         for j in range(begin, end):
             alpha, tail = a[j][j], [0.0] * (j + 1 - begin) + [a[i][j] for i in range(j + 1, m)]
             squares = steps.sum([steps.mul(x, x) for x in tail])
-            if squares == 0:
+            if not any(tail):
                 tau, v = 0.0, [0.0] * (m - begin)
             else:
                 length = steps.sqrt(rationals.add(steps.mul(alpha, alpha), squares, steps.rounding))

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,14 +206,15 @@ def test_wrong_budgets(budget: Any, bits: Any, error: type[Exception], says: str
 def test_budgets() -> None:
     accuracy, kl, sqnr = METRICS["accuracy"], METRICS["kl"], METRICS["sqnr"]
     # 0.97 - 0.01 is not 0.96 in binary64, and a loss of 5 of 500 is one of 0.01.
-    goal = goal_of(0.01, None, accuracy, True, 485 / 500)
+    goal = goal_of(0.01, None, accuracy, 485 / 500)
     assert goal.keeps(480 / 500) and not goal.keeps(479 / 500) and not goal.keeps(math.nan)
-    assert goal_of(0.01, None, kl, True, 0.0).keeps(0.01) and not goal_of(0.01, None, kl, True, 0.0).keeps(0.02)
-    assert goal_of("<= 3", None, accuracy, False, math.nan).keeps(2)
+    assert goal_of(0.01, None, kl, 0.0).keeps(0.01) and not goal_of(0.01, None, kl, 0.0).keeps(0.02)
+    assert goal_of("<= 3", None, replace(accuracy, better=""), math.nan).keeps(2)
     for asked, metric, unrounded, says in (
         (">= 1", kl, 0.0, "expected '<= 1'"),
         (1.0, sqnr, math.inf, "expected a bound"),
         (1.0, kl, math.nan, "kl is nan without roundings"),
+        (1.0, replace(kl, better=""), 0.0, "not known whether higher or lower values of kl are better"),
     ):
         with pytest.raises(ValueError, match=says):
-            goal_of(asked, None, metric, True, unrounded)
+            goal_of(asked, None, metric, unrounded)

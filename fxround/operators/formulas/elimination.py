@@ -35,12 +35,11 @@ aten = torch.ops.aten
 def _eliminate(c: Tensor, place: Tensor, j: Tensor, columns: Tensor) -> list[Tensor]:
     """Eliminate column j below its pivot. place: of each row after the exchanges, [matrices, rows, 1]."""
     column = c.index_select(2, j)
-    left = place >= j
-    magnitude = torch.where(left, column.abs(), 0.0)
-    largest = (magnitude == magnitude.amax(1, keepdim=True)) | magnitude.isnan()
-    candidates = torch.where(largest & left, place, c.shape[1])
-    pivot_place = candidates.amin(1, keepdim=True)
-    row = c.gather(1, candidates.argmin(1, keepdim=True).expand(-1, 1, c.shape[2]))
+    # One operation reads the magnitudes: two would see other numbers under a policy that perturbs operands.
+    row_at = inverse(place.squeeze(2)).unsqueeze(2)
+    magnitude = torch.where(place >= j, column.abs(), -1.0)
+    pivot_place = magnitude.gather(1, row_at).argmax(1, keepdim=True)
+    row = c.gather(1, row_at.gather(1, pivot_place).expand(-1, 1, c.shape[2]))
     pivot = row.index_select(2, j)
     moved = torch.where(place == pivot_place, j, torch.where(place == j, pivot_place, place))
     below = moved > j

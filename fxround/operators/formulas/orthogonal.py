@@ -30,8 +30,8 @@ def _reflect(c: Tensor, j: Tensor, rows: Tensor, columns: Tensor) -> list[Tensor
     squares = (tail * tail).sum(1, keepdim=True)
     length = (alpha * alpha + squares).sqrt()
     beta = torch.where(alpha < 0, length, -length)
-    # A column of zeros below the diagonal is not reflected.
-    trivial = squares == 0
+    # A column of zeros below the diagonal is not reflected. Squares can be zero without that, by underflow.
+    trivial = tail.abs().amax(1, keepdim=True) == 0
     tau = torch.where(trivial, 0.0, (beta - alpha) / beta)
     scaled = torch.where(trivial, 0.0, tail / (alpha - beta))
     v = torch.where(rows == j, 1.0, scaled)

@@ -129,7 +129,7 @@ class CopyingPlanner(Planner):
         if chosen.dim() != len(shape) or len(along) != 1 or chosen.shape[along[0]] != shape[along[0]]:
             raise NoPlan
         (dim,), rows = along, chosen.flatten().nonzero().flatten().tolist()
-        if not rows or rows[-1] - rows[0] + 1 != len(rows) or other.tensor.dim() > len(shape):
+        if not rows or rows[-1] - rows[0] + 1 != len(rows) or shape != node.meta["val"].shape:
             raise NoPlan
         part = other.tensor.expand(shape).narrow(dim, rows[0], len(rows))
         self.env[node] = self._replaced(node, base, other.view(part), dim, rows[0], rows[-1] + 1)
@@ -156,7 +156,7 @@ class CopyingPlanner(Planner):
         index: Any = node.args[2]
         if index not in self.constants:
             raise NoPlan
-        value, numbers = self.value(node.args[0]), self.value(index).tensor.tolist()
+        value, numbers = self.value(node.args[0]), self.value(index).tensor.flatten().tolist()
         dim = int(argument(node, "dim")) % max(1, value.tensor.dim())
         ends = [i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1] + 1] if numbers else []
         if not numbers or len(ends) >= _PIECES or value.tensor.dim() == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from fxround.numerics.arithmetic.residuals import Wide, to_odd, two_sum
-from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, from_bits, maximum, select, widen
+from fxround.numerics.arithmetic.scalar import Expr, absolute, bits, const, from_bits, maximum, negate, select, widen
 from fxround.numerics.formats.carriers import CARRIERS, ordinal_of
 from fxround.numerics.modes import LEAST_NOISY, Rounding
 
@@ -37,9 +37,12 @@ def with_noise(wide: Wide, rounding: Rounding, random: Expr) -> Wide:
     rest = total.error if wide.error is None else to_odd(two_sum(total.error, wide.size or error))
     result = two_sum(total.value, rest)
     assert result.error is not None
+    # An infinite sum has lost something of the other sign, as in ``exact_sum``; its error would be NaN.
+    reached = select(absolute(total.value).equals(math.inf), total.value, result.value)
+    left = select(absolute(reached).equals(math.inf), negate(reached), result.error)
     size = absolute(value)
     noisy = (size >= LEAST_NOISY) & (size < math.inf)
     if rounding.mode.sparing:
         below = 53 - precision
         noisy = noisy & (lost | ~((code & ((1 << below) - 1)).equals(0)))
-    return Wide(select(noisy, result.value, value), select(noisy, result.error, error))
+    return Wide(select(noisy, reached, value), select(noisy, left, error))
