@@ -214,10 +214,10 @@ def run(name: str, model: Model, results: Results, command: str) -> None:
     began = time.thread_time()
     reference = ensemble(model, "identity", 0)
     if not all(rows[0]):
-        found = [distance(ensemble(model, "identity", n), reference) for n in range(1, OTHERS + 1)]
-        rows[0][1:] = [f"{max(found):.4f}"] * 2 + [f"{(time.thread_time() - began) / (OTHERS + 1):.1f}"]
+        distances = [distance(ensemble(model, "identity", n), reference) for n in range(1, OTHERS + 1)]
+        rows[0][1:] = [f"{max(distances):.4f}"] * 2 + [f"{(time.thread_time() - began) / (OTHERS + 1):.1f}"]
         results.write()
-        print(f"{model.title}: {', '.join(f'{d:.4f}' for d in found)} between ensembles in binary64", flush=True)
+        print(f"{model.title}: {', '.join(f'{d:.4f}' for d in distances)} between ensembles in binary64", flush=True)
     for row, bits in zip(rows[1:], model.bits, strict=True):
         if all(row):
             continue

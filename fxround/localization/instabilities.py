@@ -133,8 +133,8 @@ def instabilities(
         masked.run(masked.sites, seed=seed, sample=sample, observe=note)
         kept.append(operands)
     nodes = [node for node in masked.nodes if node.name in kept[0]]
-    found = (_instability(node, [sample[node.name] for sample in kept], digits) for node in nodes)
-    return InstabilityReport(tuple(n for n in found if n is not None), digits, masked.policy.name, seed)
+    counted = (_instability(node, [sample[node.name] for sample in kept], digits) for node in nodes)
+    return InstabilityReport(tuple(n for n in counted if n is not None), digits, masked.policy.name, seed)
 
 
 def _is_of_indices(node: fx.Node, masked: Masked) -> bool:

@@ -23,9 +23,9 @@ def roots_of_unity(n: int, precision: int) -> tuple[tuple[float, float], ...]:
     lies in the middle of two values.
     """
     bits = _BITS
-    while (found := _rounded(_powers(n, n, bits), precision, bits, 2 * n + 4)) is None:
+    while (rounded := _rounded(_powers(n, n, bits), precision, bits, 2 * n + 4)) is None:
         bits *= 2
-    return tuple(_with_exact_zeros(k, n, root) for k, root in enumerate(found))
+    return tuple(_with_exact_zeros(k, n, root) for k, root in enumerate(rounded))
 
 
 @functools.lru_cache(maxsize=64)
@@ -33,9 +33,11 @@ def chirp_spectrum(n: int, size: int, precision: int) -> tuple[tuple[float, floa
     """Return the Fourier transform of b over ``size``, with b[j] = b[size - j] = e^(i pi j^2 / n) / size for j < n.
 
     size: a power of two, at least 2 n - 1. Each part is rounded to nearest.
+
+    Raises ArithmeticError if ``_MOST_BITS`` bits do not tell on which side of the middle of two values a part lies.
     """
     bits = _BITS
-    while True:
+    while bits <= _MOST_BITS:
         roots = _powers(2 * n, 2 * n, bits)
         chirp = [(0, 0)] * size
         for j in range(n):
@@ -44,10 +46,11 @@ def chirp_spectrum(n: int, size: int, precision: int) -> tuple[tuple[float, floa
         spectrum = _transformed(chirp, _powers(size, size, bits))
         # Each step of the transform adds less than the errors of its operands and of a root, each below 2 n + size.
         error = (2 * n + 8 * size) * size.bit_length()
-        found = _rounded(spectrum, precision, bits, error, bits >= _MOST_BITS)
-        if found is not None:
-            return tuple(found)
+        rounded = _rounded(spectrum, precision, bits, error)
+        if rounded is not None:
+            return tuple(rounded)
         bits *= 2
+    raise ArithmeticError(f"the chirp of length {n} in a transform of {size} is not decided by {_MOST_BITS} bits")
 
 
 def _with_exact_zeros(k: int, n: int, root: tuple[float, float]) -> tuple[float, float]:
@@ -112,12 +115,10 @@ def _transformed(x: Sequence[Number], roots: Sequence[Number]) -> list[Number]:
     return [(a + c, b + d) for (a, b), (c, d) in pairs] + [(a - c, b - d) for (a, b), (c, d) in pairs]
 
 
-def _rounded(
-    numbers: Sequence[Number], precision: int, bits: int, error: int, last: bool = False
-) -> list[tuple[float, float]] | None:
-    """Return the numbers rounded to nearest; None if an error of so many units could change a result.
+def _rounded(numbers: Sequence[Number], precision: int, bits: int, error: int) -> list[tuple[float, float]] | None:
+    """Return the numbers rounded to nearest, or None if one of the results is not certain.
 
-    last: whether to take the nearest one in any case.
+    bits: a unit of the numbers is 2^-bits. error: the largest error of a number, in units.
     """
     pairs = []
     for number in numbers:
@@ -127,7 +128,7 @@ def _rounded(
             decided = abs(value) <= error or _nearest(value - error, precision, bits) == _nearest(
                 value + error, precision, bits
             )
-            if not (decided or last):
+            if not decided:
                 return None
             parts.append(near)
         pairs.append((parts[0], parts[1]))

@@ -64,10 +64,15 @@ def _is_complex(*values: Any) -> bool:
     return any(isinstance(x, Tensor) and x.dtype in (torch.complex64, torch.complex128) for x in values)
 
 
+def _terms(x: Any, y: Any, alpha: Any) -> tuple[Parts, Parts] | None:
+    """Return the parts of x and of alpha * y; None if their sum is real."""
+    return _operands(x, y if alpha == 1 else y * alpha) if _mixes(x, y, alpha) else None
+
+
 @complex_formula(aten.add.Tensor, aten.add.Scalar)
 def add(x: Any, y: Any, alpha: Any = 1) -> Any:
     """(a + b i) + (c + d i) = (a + c) + (b + d) i, a part without a partner as it is"""
-    pairs = _operands(x, y if alpha == 1 else y * alpha) if _mixes(x, y, alpha) else None
+    pairs = _terms(x, y, alpha)
     if pairs is None:
         return NotImplemented
     (a, b), (c, d) = pairs
@@ -77,7 +82,7 @@ def add(x: Any, y: Any, alpha: Any = 1) -> Any:
 @complex_formula(aten.sub.Tensor, aten.sub.Scalar)
 def sub(x: Any, y: Any, alpha: Any = 1) -> Any:
     """(a + b i) - (c + d i) = (a - c) + (b - d) i, a part without a partner as it is, or -d"""
-    pairs = _operands(x, y if alpha == 1 else y * alpha) if _mixes(x, y, alpha) else None
+    pairs = _terms(x, y, alpha)
     if pairs is None:
         return NotImplemented
     (a, b), (c, d) = pairs

@@ -105,12 +105,12 @@ def reflections(a: Tensor) -> tuple[Tensor, Tensor]:
 
 def _blocks(packed: Tensor, tau: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     """Return the first row, the vectors and the triangle T of each block of reflections."""
-    found = []
+    blocks = []
     for begin in range(0, tau.shape[1], triangular.BLOCK):
         end = min(begin + triangular.BLOCK, tau.shape[1])
         v = _vectors(packed[:, begin:, begin:end])
-        found.append((begin, v, _triangle(v, tau[:, begin:end])))
-    return found
+        blocks.append((begin, v, _triangle(v, tau[:, begin:end])))
+    return blocks
 
 
 def orthogonal(packed: Tensor, tau: Tensor, columns: int) -> Tensor:
@@ -162,10 +162,10 @@ def householder_product(packed: Tensor, tau: Tensor) -> Tensor:
 def ormqr(packed: Tensor, tau: Tensor, x: Tensor, left: bool = True, transpose: bool = False) -> Tensor:
     """ormqr(v, tau, x) = x - v * (t * (v^T x)) for each block of reflections"""
     given = x if left else x.mT
-    found = multiplied(flat(packed), tau.reshape(-1, tau.shape[-1]), flat(given), transpose == left).reshape(
+    product = multiplied(flat(packed), tau.reshape(-1, tau.shape[-1]), flat(given), transpose == left).reshape(
         given.shape
     )
-    return found if left else found.mT
+    return product if left else product.mT
 
 
 @formula(torch.linalg.lstsq)
@@ -202,5 +202,5 @@ def lstsq(
 
 def _least_squares(x: Tensor, left: Tensor | None, rank: Tensor, vector: bool) -> Any:
     empty = x.new_empty([0])
-    found = (x.squeeze(-1) if vector else x, empty if left is None else left, rank, empty.clone())
-    return torch.return_types.linalg_lstsq(found)  # type: ignore[attr-defined]
+    fields = (x.squeeze(-1) if vector else x, empty if left is None else left, rank, empty.clone())
+    return torch.return_types.linalg_lstsq(fields)  # type: ignore[attr-defined]

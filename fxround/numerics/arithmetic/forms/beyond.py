@@ -1,4 +1,6 @@
-"""Rounding to so many bits that binary64 has not two more: to 52 and 53, and to more than 24 in the modes that draw.
+"""Rounding to 52 and 53 bits, for which rounding to odd in binary64 is not enough, and to more than 24 at random.
+
+Rounding to odd needs two bits more than the format has. A mode that draws with a probability needs 32 bits more.
 
 The exact value is given as t + e: t is the nearest binary64 number and e an estimate of its error, which has the
 error's sign. It lies between t and a neighbour of t. The number towards zero is t, or t's neighbour if e points
