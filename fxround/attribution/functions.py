@@ -69,6 +69,14 @@ _SCALAR: Final[Mapping[str, Callable[..., Tensor]]] = MappingProxyType(
 )
 
 
+def _copied(written: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
+    return values.to(written.dtype).expand_as(written).clone()
+
+
+# Operators that autograd has no derivative for, and functions with their values that it differentiates.
+DIFFERENTIABLE: Final[Mapping[Any, Callable[..., Tensor]]] = MappingProxyType({aten.copy.default: _copied})
+
+
 @lru_cache(maxsize=256)
 def function_of(operator: str) -> Callable[..., Tensor]:
     """Return the function of a scalar operator of programs. Raises UnsupportedOperator for the flips of a fault."""

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from fxround.attribution.functions import exact_of, is_differentiated
+from fxround.attribution.functions import DIFFERENTIABLE, exact_of, is_differentiated
 from fxround.errors import UnsupportedOperator
 from fxround.graph.dialect import CALLS, Call, Pointwise, loops_of, read
 from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
@@ -105,7 +105,7 @@ class Step:
 
     def call_with(self, get: Get, widened: Widened | None = None) -> Any:
         """Return the result for operands; with ``widened``, that of PyTorch's function, without roundings."""
-        target: Any = self.node.target
+        target: Any = DIFFERENTIABLE.get(self.node.target, self.node.target)
         args: Any = self._filled(get)
         kwargs: Any = {name: _filled(argument, get) for name, argument in self.node.kwargs.items()}
         if widened is None:

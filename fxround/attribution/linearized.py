@@ -286,7 +286,8 @@ class Linearized:
             return State(bits, of.derived[place], of.moved[place])
         with torch.enable_grad():
             derived = step.call_with(lambda key: states[key].derived, wide_enough)
-        passed = passed_by(step.call_with, states, keys, bits)
+        with differentiable(lambda: f"{located(step.node)}"):
+            passed = passed_by(step.call_with, states, keys, bits)
         return State(bits, pytree.tree_map(derived_or_bits, derived, bits), passed)
 
     def _operation(self, of: _Operation, lost: Callable[[Any], list[Loss]]) -> State:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
+from fxround.capture.guards import spelled
 from fxround.capture.transforms import TANGENTS_REFUSED
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES, FORMAT_OF
@@ -179,6 +180,11 @@ _ADVICE: Final = (
     ),
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
+    (
+        "Size-like symbols",
+        "make what depends on such a size outside of the compiled module: counts and masks once, as buffers and Python "
+        "numbers; or compile the modules between such steps, each alone: model.part = fxround.compile(model.part)",
+    ),
     ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
     ("builtin `print`", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
     ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
@@ -216,6 +222,8 @@ _OF_LOOPS: Final = re.compile(r"This higher order operator doesn't work unless [
 # What PyTorch says where an operation refuses the sizes of its operands in a trace.
 _OPERANDS: Final = re.compile(r"unsupported operand type\(s\) for (.+?): '(\w+)' and '(\w+)'")
 _SCALARS_OF_NUMPY: Final = frozenset(each.__name__ for each in np.sctypeDict.values())
+# What PyTorch names where autograd.grad in a model would leave the graph: tensors that another computation made.
+_COMPUTED: Final = re.compile(r"inputs with external grad_fn: \[(.*)\]")
 _REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
 
 
@@ -269,6 +277,11 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
     if operands and not _SCALARS_OF_NUMPY.isdisjoint(operands.groups()[1:]):
         said = f"NumPy computes {operands[2]} {operands[1]} {operands[3]} of scalars in the forward"
         advice = "compute the number once, in __init__, or of Python's numbers: float(...) or int(...) of the scalars"
+    computed = _COMPUTED.search(text)
+    if computed:
+        names = ", ".join(map(spelled, re.findall(r"\"(.*?)\"", computed[1])))
+        said = f"autograd.grad in the model would differentiate beyond it: {names} was computed and requires gradients"
+        advice = "detach it before: tensor.detach(), with requires_grad_() for what the model differentiates"
     refused = _REFUSED_SIZES.search(text)
     if refused and called:
         said = f"{refused[2]}\n  called  with {called}"

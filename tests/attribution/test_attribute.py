@@ -282,6 +282,45 @@ def test_a_function_that_writes_into_a_tensor_of_its_own() -> None:
         fxround.attribute(mlp()[:4].eval(), torch.randn(9, 24), "stochastic", output=output)
 
 
+def test_values_that_are_written_into_slices_keep_their_deviation() -> None:
+    def written(x: Tensor, y: Tensor) -> Tensor:
+        sums, made = x + y, x.new_zeros(4, 6)
+        made[:, 1:3] = sums.reshape(4, 2)
+        made[:, 4] = sums[5]
+        made[2] = y[:6]
+        return made
+
+    x, y = torch.rand(8) + 1, torch.rand(8)
+    report = fxround.attribute(Calls(written), (x, y), "stochastic", elements=True)
+    alone = fxround.attribute(Calls(torch.add), (x, y), "stochastic", elements=True).elements
+    assert report.elements is not None and alone is not None
+    expected = torch.zeros(4, 6, dtype=torch.float64)
+    expected[:, 1:3], expected[:, 4] = alone.reshape(4, 2), alone[5]
+    expected[2] = 0
+    assert torch.equal(report.elements, expected) and report.trusted
+
+
+@pytest.mark.parametrize("loss", [None, lambda y: y.pow(3).sum()], ids=["a derivative", "gradients"])
+def test_derivatives_of_values_that_are_written_into_slices(loss: Any) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frequencies = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = x.new_zeros(len(x), 4)
+            made[:, :2] = torch.sin(torch.outer(x, self.frequencies))
+            made[:, 2:] = torch.cos(torch.outer(x, self.frequencies))
+            if loss is not None:
+                return made
+            (slope,) = torch.autograd.grad(made.pow(3).sum(), x, create_graph=True)
+            return slope
+
+    x = torch.linspace(0.1, 1.3, 9).requires_grad_(loss is None)
+    report = fxround.attribute(Waves(), x, "bfloat16", loss=loss)
+    assert report.ratio == pytest.approx(1, abs=0.02)  # of second order: a hundredth of 2^-8 at most
+
+
 def test_the_gradient_of_an_index_behind_a_whole_dimension() -> None:
     class Picking(nn.Module):
         def __init__(self) -> None:

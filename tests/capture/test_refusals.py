@@ -175,3 +175,47 @@ def test_a_hook_of_a_modules_gradients_is_refused_with_what_works() -> None:
     compiled.register_full_backward_hook(lambda module, given, taken: (_doubled(given[0]),))
     compiled(x).sum().backward()
     assert torch.equal(x.grad, wanted)
+
+
+class _Shifted(nn.Module):
+    """The derivative of an energy at positions that a buffer moves."""
+
+    def __init__(self, shift: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("shift", shift)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad((x + self.shift).square().sum(), x, create_graph=True)
+        return slope
+
+
+def test_a_buffer_that_was_computed_with_gradients_is_named() -> None:
+    x, cell = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+    with pytest.raises(CaptureError, match=r"beyond it: self\.shift was computed and requires gradients") as refused:
+        fxround.compile(_Shifted(cell * 2), "reproducible")(x)
+    # As the message says.
+    assert "change  detach it before: tensor.detach()" in str(refused.value)
+    slope = fxround.compile(_Shifted((cell * 2).detach()), "reproducible")(x)
+    assert torch.equal(slope, torch.full((3,), 10.0))  # stock: small integers
+
+
+class _Kept(nn.Module):
+    """The mean of the rows that a threshold leaves, if there are some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x[self.scores(x)[:, 0] > 0]
+        return x[0] if len(rows) == 3 else rows[1]
+
+
+def test_a_decision_on_a_size_that_depends_on_data_says_what_to_compile() -> None:
+    model, x = _Kept(), torch.ones(4, 2)
+    nn.init.ones_(model.scores.weight)
+    with pytest.raises(CaptureError, match=r"model\.part = fxround\.compile\(model\.part\)"):
+        fxround.compile(model, "reproducible")(x)
+    # As the message says.
+    model.scores = fxround.compile(model.scores, "reproducible")
+    assert torch.equal(model(x), x[0])
