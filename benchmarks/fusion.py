@@ -1,6 +1,6 @@
 """Gain of fusion: chains of rounded operations compared with stock PyTorch, and with one kernel per operation.
 
-python -m benchmarks.fusion            # prints the tables of docs/performance.md, heading "Fusion"
+python -m benchmarks.fusion            # prints the tables of docs/measurements.md, heading "Fusion"
 python -m benchmarks.fusion memory     # the second one alone
 python -m benchmarks.fusion epilogues  # the gain of running a contraction and the map after it as one
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "attribution.md"))
+DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "measurements.md", "attribution.md"))
 # Pages that have other tables, too.
 _OTHER_PAGES: Final = (
     "complex.md",

@@ -1,6 +1,6 @@
 """Cost of a training step: forward, backward and SGD, compared with stock PyTorch in time, memory and compile time.
 
-    python -m benchmarks.training                               # the tables of docs/performance.md, "Training steps"
+    python -m benchmarks.training                               # the tables of docs/performance.md, "A training step"
     python -m benchmarks.training --models mnist --threads 2    # some of them
 
 Stock PyTorch is the eager model, loss, backward and ``torch.optim.SGD`` with its defaults. A policy's step is the
