@@ -44,6 +44,7 @@ from fxround.policy.calibrated import CalibratedPolicy
 from fxround.runtime.cpu.code import instruction_set
 from fxround.selftests import SelftestFailed, SelftestReport, selftest
 from fxround.significance.calibration import calibrate
+from fxround.significance.inputs import batches
 from fxround.significance.metrics import metric
 from fxround.significance.perplexity import perplexity
 from fxround.significance.perplexity_report import PerplexityReport
@@ -124,6 +125,7 @@ __all__ = [
     "VerificationError",
     "WeightRounding",
     "attribute",
+    "batches",
     "calibrate",
     "check_invariance",
     "compare",

@@ -172,6 +172,7 @@ def test_a_folder_of_tests_is_a_folder_of_the_package() -> None:
 def test_importing_imports_no_optional_package() -> None:
     """Reports, workers and progress import theirs when they are asked for: importing fxround stays quick."""
     optional = {"scipy", "matplotlib", "pandas", "rich", "joblib", "cloudpickle", "significantdigits", "sklearn"}
+    optional |= {"torchmetrics", "tqdm", "xarray"}
     for name, path in modules().items():
         top = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
         used = {a.name for n in top for a in n.names if isinstance(n, ast.Import)}

@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import add_model, put, said
-from fxround.cli.loading import loaded, named
+from fxround.cli.arguments import add_metric_choices, add_model, metrics_of, put, said
+from fxround.cli.loading import loaded
 from fxround.errors import shown
 from fxround.interrupts import INTERRUPTED
 from fxround.tuning.compare import compare
@@ -42,6 +42,7 @@ def add_compare(commands: Any) -> None:
         metavar="NAME|MODULE:FUNCTION",
         help="a metric, such as accuracy, or a function of (result, target); may be repeated (default sqnr)",
     )
+    add_metric_choices(parser)
     parser.add_argument("--samples", type=int, default=5, help="runs of a policy that draws random bits (default 5)")
     parser.add_argument("--batch-size", type=int, help="split the inputs into batches of this many rows")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         model,
         inputs,
         policies_of(arguments.policies),
-        [named(text) if ":" in text else text for text in arguments.metric or ["sqnr"]],
+        metrics_of(arguments.metric or ["sqnr"], arguments),
         samples=arguments.samples,
         batch_size=arguments.batch_size,
         seed=arguments.seed,

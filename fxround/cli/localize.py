@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import POLICY, add_model, put, said
+from fxround.cli.arguments import POLICY, add_metric_choices, add_model, metrics_of, put, said
 from fxround.cli.loading import loaded, named
 from fxround.interrupts import INTERRUPTED
 from fxround.localization.localize import NothingFails, localize
@@ -38,9 +38,11 @@ def add_localize(commands: Any) -> None:
     right.add_argument(
         "--metric",
         nargs=2,
-        metavar=("NAME", "THRESHOLD"),
-        help="a metric and the worst value that passes, for example label_flips 0, or sqnr 40",
+        metavar=("NAME|MODULE:FUNCTION", "BOUND"),
+        help="a metric, or a function of (result, reference), and the worst value that passes, for example label_flips "
+        "0, or sqnr 40",
     )
+    add_metric_choices(parser)
     parser.add_argument("--policy", default="stochastic", help=POLICY)
     parser.add_argument(
         "--quiet",
@@ -66,8 +68,9 @@ def add_localize(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
     model, inputs = loaded(arguments)
+    metrics = metrics_of(arguments.metric[:1] if arguments.metric else (), arguments)
     named_check = named(arguments.check) if arguments.check else None
-    check = _threshold(*arguments.metric) if arguments.metric else named_check
+    check = (metrics[0], _bound(*arguments.metric)) if metrics else named_check
     asked = {
         name: getattr(arguments, name) for name in ("quiet", "level", "min_bits", "runs", "limit", "seed", "cache")
     }
@@ -81,8 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if report.ended == "interrupted" else FAILS
 
 
-def _threshold(name: str, text: str) -> tuple[str, float]:
+def _bound(name: str, text: str) -> float:
+    """Return the worst value that passes."""
     try:
-        return name, float(text)
+        return float(text)
     except ValueError:
-        raise ValueError(f"--metric {name} {text}: expected a number as the threshold, like --metric sqnr 40") from None
+        raise ValueError(f"--metric {name} {text}: expected a number as the bound, like --metric sqnr 40") from None

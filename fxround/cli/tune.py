@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from fxround.cli.arguments import add_model, put, said
-from fxround.cli.loading import loaded, named
+from fxround.cli.arguments import add_metric_choices, add_model, metrics_of, put, said
+from fxround.cli.loading import loaded
 from fxround.interrupts import INTERRUPTED
 from fxround.tuning.parts import Cost, Per
 from fxround.tuning.search import PASSES, Proof
@@ -35,6 +35,7 @@ def add_tune(commands: Any) -> None:
         metavar="NAME|MODULE:FUNCTION",
         help="a metric, such as accuracy, or a function of (result, target) (default sqnr)",
     )
+    add_metric_choices(parser)
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument(
         "--budget", type=_budget, help="the largest loss of the metric, or a bound such as '>= 0.95' or '<= 0.1'"
@@ -74,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = tune(
         model,
         inputs,
-        named(arguments.metric) if ":" in arguments.metric else arguments.metric,
+        metrics_of([arguments.metric], arguments)[0],
         **{name: getattr(arguments, name) for name in asked},
         progress=False if arguments.json == "-" else None,
     )

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.cli.arguments import POLICY, add_model, put, said
+from fxround.cli.arguments import POLICY, add_metric_choices, add_model, metrics_of, put, said
 from fxround.cli.loading import loaded
 from fxround.errors import shown
 from fxround.interrupts import INTERRUPTED
@@ -54,9 +54,11 @@ def add_variability(commands: Any) -> None:
     parser.add_argument(
         "--metric",
         action="append",
-        metavar="NAME",
-        help="a metric, for example sqnr; may be repeated (default: those that fit the results)",
+        metavar="NAME|MODULE:FUNCTION",
+        help="a metric, for example sqnr, or a function of (sample, unperturbed result); may be repeated (default: "
+        "those that fit the results)",
     )
+    add_metric_choices(parser)
     parser.add_argument(
         "--reference",
         choices=("binary64", "none"),
@@ -96,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         tolerance=arguments.tolerance,
         capture=arguments.capture,
         isolate=arguments.isolate,
-        metrics=tuple(arguments.metric) if arguments.metric else "auto",
+        metrics=metrics_of(arguments.metric or (), arguments) or "auto",
         reference=None if arguments.reference == "none" else arguments.reference,
         method=arguments.method,
         batch_size=arguments.batch_size,

@@ -113,12 +113,14 @@ def parse_check(
     function = metric.function
 
     def measure(output: Any) -> float:
-        if function is not None:
-            return float(function(output, reference))
-        return metric.finish(metric.measure(output, reference, call or ModelCall(())))
+        ran = call or ModelCall(())
+        compared = metric.reference(output, reference, ran)
+        if function is not None and metric.combine == "add":
+            return float(function(output, compared))
+        return metric.finish(metric.measure(output, compared, ran))
 
     described = metric.name if function is None else _key(function)
-    how = f"{metric.classes}" if function is None else f"{higher}"
+    how = f"{metric.classes if function is None else higher} {metric.against} {metric.settings}"
     return _threshold(measure, limit, metric.unit, described + how + key, higher=higher)
 
 

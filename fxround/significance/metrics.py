@@ -5,14 +5,17 @@ finished, so that a metric over many batches is that of the whole data and not a
 pairs of samples instead. Sums are computed in binary64. A metric that does not fit a result (labels of a tensor without
 classes) raises a ValueError that states the expected shape.
 
-``metric`` makes metrics of other choices: another dimension of the classes, a threshold for one channel of logits, and
-a function of the caller's with the direction in which it is better.
+``metric`` makes metrics of other choices: another dimension of the classes, a threshold for one channel of logits, the
+targets of the data in place of the unperturbed result, and a function of the caller's with the direction in which it is
+better. A metric of torchmetrics keeps its own state of a batch in place of sums.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +33,9 @@ from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
 from fxround.significance.inputs import ModelCall
 
-Sums = tuple[float, ...]
+Sums = tuple[Any, ...]
+Better = Literal["higher", "lower", ""]
+Against = Literal["unperturbed", "target"]
 Measure = Callable[[Any, Any, ModelCall], Sums]
 K: Final = 5
 # The label of a position that is no target, in PyTorch's losses and transformers.
@@ -76,12 +81,51 @@ class Classes:
         return 2 if self.threshold is not None else x.shape[self.of(x)]
 
     def labels(self, result: Any) -> Tensor:
-        """Return the class of each row, voxel or token: those of ``threshold`` have the shape without one channel."""
+        """Return the class of each row, voxel or token: those of ``threshold`` have the shape without one channel.
+
+        Whole numbers, which no result has, are labels already.
+        """
+        if isinstance(result, Tensor) and result.dtype == torch.int64:
+            return result
         x = primary(result)
         if self.threshold is None:
             return x.argmax(self.of(x))
         above = (x > self.threshold).long()
         return above.squeeze(1) if x.dim() > 1 and x.shape[1] == 1 else above
+
+    def targets(self, name: str, result: Any, target: Any) -> Tensor:
+        """Return the labels that targets say, with the shape of the result's labels; name: of the metric.
+
+        Targets have one class for each label, perhaps in a dimension of one channel, as whole numbers of any dtype; or
+        a number for each class, as the result has, of which the greatest counts. Raises ValueError for others.
+        """
+        x, predicted = primary(result), self.labels(result)
+        if not isinstance(target, Tensor):
+            raise ValueError(f"{name} needs targets: {_OF_TARGETS}")
+        one = 1 if self.dimension is None else self.dimension % x.dim()
+        whole = target.squeeze(one) if target.dim() == predicted.dim() + 1 and target.shape[one] == 1 else target
+        if whole.shape == predicted.shape:
+            return _whole(name, whole, self.count(x))
+        if self.threshold is None and target.shape == x.shape:
+            return target.argmax(self.of(x))
+        raise ValueError(
+            f"{name} compares labels of shape {tuple(predicted.shape)} with targets of shape {tuple(target.shape)}; "
+            "expected one class for each label. Classes are in dimension 1 of a result, or where "
+            f"fxround.metric({name!r}, class_dim=...) says"
+        )
+
+
+def _whole(name: str, target: Tensor, classes: int) -> Tensor:
+    """Return targets as int64. Raises ValueError for numbers that are no classes; -100 is none, and allowed."""
+    labels = target.long()
+    if target.is_floating_point() and not bool((labels == target).all()):
+        raise ValueError(f"{name} has targets that are no whole numbers; expected classes from 0 to {classes - 1}")
+    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != NO_TOKEN)]
+    if len(wrong):
+        raise ValueError(
+            f"{name} has the target {int(wrong[0])}; expected classes from 0 to {classes - 1}, or {NO_TOKEN} for none"
+        )
+    return labels
 
 
 @dataclass(frozen=True)
@@ -92,33 +136,50 @@ class Metric:
     better      whether "higher" or "lower" values are better; "" if nobody has said it of a function
     measure     (sample, reference, call) to the sums of one batch
     finish      sums to the value of the metric
-    combine     whether sums of batches are added or the greatest is kept
+    combine     whether sums of batches are added, the greatest is kept, or states of torchmetrics are merged
     changed     (sample, reference) to a bool tensor of the labels that changed, rows first, for metrics that name rows
     pairs       whether the metric compares pairs of samples
     share       whether values are between 0 and 1, for which ``samples="auto"`` has a rule of its own
     compares    whether the sums depend on the reference
     classes     how it finds the labels of a result
     function    the caller's function that it measures
+    against     whether the reference is the unperturbed result or the target of the data
+    settings    what a metric object of torchmetrics was made with
     """
 
     name: str
     meaning: str
     unit: str
-    better: Literal["higher", "lower", ""]
+    better: Better
     measure: Measure
     finish: Callable[[Sums], float]
-    combine: Literal["add", "greatest"] = "add"
+    combine: Literal["add", "greatest", "merge"] = "add"
     changed: Callable[[Any, Any], Tensor] | None = None
     pairs: bool = False
     share: bool = False
     compares: bool = True
     classes: Classes = Classes()
     function: Callable[[Any, Any], Any] | None = None
+    against: Against = "unperturbed"
+    settings: str = ""
+
+    def reference(self, result: Any, unperturbed: Any, call: ModelCall) -> Any:
+        """Return what a result is compared with: the unperturbed one, or the target.
+
+        Raises ValueError for data without targets, and for targets of another shape than the labels.
+        """
+        if self.against == "unperturbed":
+            return unperturbed
+        if call.target is None:
+            raise ValueError(f"{self.name} is compared with targets, and the data have none: {_OF_TARGETS}")
+        return self.classes.targets(self.name, result, call.target) if self.name in OF_LABELS else call.target
 
     def added(self, a: Sums | None, b: Sums) -> Sums:
         """Return the combined sums of two batches."""
         if a is None:
             return b
+        if self.combine == "merge":
+            return (_merged(a[0], b[0]),)
         pick = max if self.combine == "greatest" else float.__add__
         return tuple(pick(x, y) for x, y in zip(a, b, strict=True))
 
@@ -169,31 +230,49 @@ def _ulps(sample: Any, reference: Any, call: ModelCall) -> Sums:
     return (float(apart.max()) if apart.numel() else 0.0,)
 
 
+def _label_pair(classes: Classes, sample: Any, reference: Any) -> tuple[Tensor, Tensor]:
+    """Return the labels of both. Raises ValueError if shapes differ, of results or of a result and target labels."""
+    mine, theirs = classes.labels(sample), classes.labels(reference)
+    if theirs is not reference:
+        _pair(sample, reference)
+    return mine, theirs
+
+
 def _changed(classes: Classes, sample: Any, reference: Any) -> Tensor:
-    _pair(sample, reference)
-    return classes.labels(sample) != classes.labels(reference)
+    mine, theirs = _label_pair(classes, sample, reference)
+    return (mine != theirs) & (theirs != NO_TOKEN)
 
 
 def _flips(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
-    classes.require(primary(reference), call)
-    moved = _changed(classes, sample, reference)
-    return float(moved.sum()), float(moved.numel())
+    classes.require(primary(sample), call)
+    mine, theirs = _label_pair(classes, sample, reference)
+    counted = theirs != NO_TOKEN
+    return float(((mine != theirs) & counted).sum()), float(counted.sum())
 
 
 def _top(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
-    """Count the reference's k greatest classes that are among the sample's."""
-    x, r = _pair(sample, reference)
-    classes.require(r, call)
-    where = classes.of(r)
-    k = min(K, r.shape[where])
-    mine, theirs = (t.topk(k, where).indices.movedim(where, -1).unsqueeze(-1) for t in (x, r))
-    shared = (mine == theirs.transpose(-1, -2)).any(-1)
-    return float(shared.sum()), float(shared.numel())
+    """Count the reference's k greatest classes, or the target's class, that are among the sample's k greatest."""
+    x = primary(sample)
+    classes.require(x, call)
+    where = classes.of(x)
+    k = min(K, x.shape[where])
+    mine = x.topk(k, where).indices.movedim(where, -1).unsqueeze(-1)
+    theirs = classes.labels(reference)
+    if theirs is reference:
+        counted = theirs != NO_TOKEN
+        return float((mine == theirs[..., None, None]).any((-1, -2))[counted].sum()), float(counted.sum())
+    _, r = _pair(sample, reference)
+    kept = (mine == r.topk(k, where).indices.movedim(where, -1).unsqueeze(-2)).any(-1)
+    return float(kept.sum()), float(kept.numel())
 
 
 def dice_sums(a: Tensor, b: Tensor, classes: int) -> Sums:
-    """Return twice the common elements of each class, then the sum of the sizes of each class in both maps."""
-    flat_a, flat_b = a.flatten().long(), b.flatten().long()
+    """Return twice the common elements of each class, then the sum of the sizes of each class in both maps.
+
+    Elements that are -100 in ``b`` belong to no class.
+    """
+    counted = b.flatten() != NO_TOKEN
+    flat_a, flat_b = a.flatten()[counted].long(), b.flatten()[counted].long()
     both = torch.bincount(flat_a[flat_a == flat_b], minlength=classes)
     sizes = torch.bincount(flat_a, minlength=classes) + torch.bincount(flat_b, minlength=classes)
     return tuple(map(float, (*(2 * both).tolist(), *sizes.tolist())))
@@ -206,12 +285,13 @@ def dice_of(sums: Sums) -> tuple[float, ...]:
 
 
 def _dice(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
-    _, r = _pair(sample, reference)
-    classes.require(r, call)
-    return dice_sums(classes.labels(sample), classes.labels(reference), classes.count(r))
+    x = primary(sample)
+    classes.require(x, call)
+    return dice_sums(*_label_pair(classes, sample, reference), classes.count(x))
 
 
-def _worst_class(sums: Sums) -> float:
+def worst_class(sums: Sums) -> float:
+    """Return the least Sorensen-Dice coefficient; 1 if no map has a class."""
     return float(np.nanmin([1.0, *dice_of(sums)]))
 
 
@@ -263,27 +343,17 @@ def _tokens(call: ModelCall) -> list[Tensor]:
 
 def _hits(classes: Classes, sample: Any, reference: Any, call: ModelCall) -> Sums:
     """Count the labels that equal the targets of the data."""
-    if not isinstance(call.target, Tensor):
-        raise ValueError("accuracy needs targets: inputs that yield (x, target), as a DataLoader of a dataset does")
-    predicted, target = classes.labels(sample), call.target
-    if target.dim() == predicted.dim() + 1 and target.shape[1] == 1:
-        target = target.squeeze(1)
-    if target.shape != predicted.shape:
-        raise ValueError(
-            f"accuracy compares labels of shape {tuple(predicted.shape)} with targets of shape "
-            f"{tuple(call.target.shape)}; expected one class for each label. Classes are in dimension 1 of a result, "
-            "or where fxround.metric('accuracy', class_dim=...) says"
-        )
-    right = predicted == target
-    return float(right.sum()), float(right.numel())
+    target = classes.targets("accuracy", sample, call.target)
+    counted = target != NO_TOKEN
+    return float((classes.labels(sample) == target)[counted].sum()), float(counted.sum())
 
 
 def _share(sums: Sums) -> float:
-    return sums[0] / sums[1] if sums[1] else math.nan
+    return float(sums[0] / sums[1]) if sums[1] else math.nan
 
 
 def _first(sums: Sums) -> float:
-    return sums[0]
+    return float(sums[0])
 
 
 def _perplexity(sums: Sums) -> float:
@@ -310,8 +380,8 @@ def _rows(classes: Classes) -> tuple[Metric, ...]:
         of_labels(
             *("accuracy", "labels that equal the targets", "share", "higher", _hits, _share), share=True, compares=False
         ),
-        of_labels("dice", "Sorensen-Dice of the worst class", "", "higher", _dice, _worst_class, share=True),
-        of_labels("dice_pairs", pairs, "", "higher", _dice, _worst_class, pairs=True),
+        of_labels("dice", "Sorensen-Dice of the worst class", "", "higher", _dice, worst_class, share=True),
+        of_labels("dice_pairs", pairs, "", "higher", _dice, worst_class, pairs=True),
         Metric("wasserstein_1", "transport along the last dimension", "steps", "lower", _transport, _share),
         of_labels("kl", "KL divergence of the softmax", "nats", "lower", _divergence, _share),
         Metric("perplexity", "of the next token", "", "lower", _surprise, _perplexity, compares=False),
@@ -319,9 +389,15 @@ def _rows(classes: Classes) -> tuple[Metric, ...]:
 
 
 METRICS: Final[Mapping[str, Metric]] = MappingProxyType({metric.name: metric for metric in _rows(Classes())})
+_OF_TARGETS: Final = (
+    "batches (x, target) of a DataLoader, or fxround.batches(loader, lambda batch: (arguments, target)) for others"
+)
+# The attributes of a metric object that say what it computes.
+_SETTINGS: Final = (bool, int, float, str, tuple, list, type(None))
 # What has labels, and what of it has no meaning for a threshold, which makes no order of the classes.
-_OF_LABELS: Final = frozenset(("label_flips", "top_k", "accuracy", "dice", "dice_pairs", "kl"))
+OF_LABELS: Final = frozenset(("label_flips", "top_k", "accuracy", "dice", "dice_pairs", "kl"))
 _OF_SCORES: Final = frozenset(("top_k", "kl"))
+_OF_TWO_RESULTS: Final = MappingProxyType({"kl": "compares scores of two results", "dice_pairs": "compares samples"})
 
 
 def metric(
@@ -330,19 +406,23 @@ def metric(
     better: Literal["higher", "lower"] | None = None,
     class_dim: int | None = None,
     threshold: float | None = None,
+    against: Against | None = None,
 ) -> Metric:
     """Return a metric for ``variability``, ``localize``, ``compare`` or ``tune`` with choices of the caller's.
 
     Args:
-        of: a name of ``fxround.significance.metrics.METRICS``, or a function that returns a number for a batch: of
-            (sample, unperturbed result) in ``variability`` and ``localize``, of (result, target) in ``compare`` and
-            ``tune``.
+        of: a name of ``fxround.significance.metrics.METRICS``; a metric object of torchmetrics, which is copied; or a
+            function that returns a number for a batch: of (sample, unperturbed result) in ``variability`` and
+            ``localize``, of (result, target) in ``compare`` and ``tune``, and with ``against="target"`` everywhere.
         better: whether higher or lower values of a function are better. The worst value of its samples and a loss of
             it are not known without.
         class_dim: the dimension of a result that has the classes. Without it that is dimension 1, as in
             ``torch.nn.functional.cross_entropy``; the result of a sequence, [n, time, classes], has -1.
         threshold: for results without classes, such as [n, 1, ...] of a binary segmentation: the label of an element is
             1 where it is greater than this, and 0 elsewhere.
+        against: what a result is compared with: ``"unperturbed"``, the result without perturbation, or ``"target"``,
+            the target of each batch: classes as whole numbers for metrics of labels, where -100 is none, and a tensor
+            like the result for others. None takes the target for torchmetrics, and the unperturbed result for all else.
 
     Raises:
         ValueError: for an unknown name, and for a choice that the metric does not have.
@@ -352,20 +432,42 @@ def metric(
 
         fxround.variability(model, tokens, metrics=[fxround.metric("label_flips", class_dim=-1)])
         fxround.variability(net, volumes, metrics=[fxround.metric("dice", threshold=0.0)])
+        fxround.variability(net, loader, metrics=[fxround.metric("dice", against="target")])
+        fxround.variability(net, loader, metrics=[torchmetrics.classification.MulticlassAUROC(10)])
         fxround.localize(net, x, (fxround.metric(largest_change, better="lower"), 1e-3))
     """
     if better not in (None, "higher", "lower"):
         raise ValueError(f"better is {shown(better)}; expected 'higher' or 'lower'")
+    if against not in (None, "unperturbed", "target"):
+        raise ValueError(f"against is {shown(against)}; expected 'unperturbed' or 'target'")
     if not isinstance(of, str):
         if class_dim is not None or threshold is not None:
             raise ValueError("class_dim and threshold belong to metrics that have a name; a function has its own")
-        return replace(_metric(of), better=better or "")
+        own = _metric(of)
+        if own.combine == "merge" and own.better and better not in (None, own.better):
+            raise ValueError(f"better is {better!r}, and {own.better} values of {own.name} are better")
+        chosen_against = against or own.against
+        return replace(
+            own, better=better or own.better, against=chosen_against, compares=chosen_against == "unperturbed"
+        )
     if _metric(of).better != (better or _metric(of).better):
         raise ValueError(f"better is {better!r}, and {_metric(of).better} values of {of} are better")
+    row = _named_metric(of, class_dim, threshold)
+    if against != "target":
+        return row
+    if row.pairs or not row.compares or of in _OF_TWO_RESULTS:
+        raise ValueError(
+            f"{of} {_OF_TWO_RESULTS.get(of, 'has its own reference')}, and cannot be compared with targets"
+        )
+    return replace(row, against=against, compares=False)
+
+
+def _named_metric(of: str, class_dim: int | None, threshold: float | None) -> Metric:
+    """Return the metric of a name that finds labels as these say."""
     if class_dim is None and threshold is None:
         return METRICS[of]
-    if of not in _OF_LABELS:
-        raise ValueError(f"{of} has no labels; class_dim and threshold belong to {', '.join(sorted(_OF_LABELS))}")
+    if of not in OF_LABELS:
+        raise ValueError(f"{of} has no labels; class_dim and threshold belong to {', '.join(sorted(OF_LABELS))}")
     if class_dim is not None and (isinstance(class_dim, bool) or not isinstance(class_dim, int)):
         raise TypeError(f"class_dim is {type_of(class_dim)}; expected an int")
     if threshold is not None and class_dim is not None:
@@ -379,9 +481,14 @@ def metric(
     return next(row for row in _rows(Classes(class_dim, threshold)) if row.name == of)
 
 
+def is_auto(asked: Any) -> bool:
+    """Whether the metrics are those that fit the result. Equality of torchmetrics' objects is a metric."""
+    return isinstance(asked, str) and asked == "auto"
+
+
 def chosen(asked: Any, result: Any) -> tuple[Metric, ...]:
     """Return the metrics of ``metrics=`` for a result; for ``"auto"``, those that fit it."""
-    return tuple(METRICS[name] for name in _fitting(result)) if asked == "auto" else named(asked)
+    return tuple(METRICS[name] for name in _fitting(result)) if is_auto(asked) else named(asked)
 
 
 def named(asked: Any) -> tuple[Metric, ...]:
@@ -391,7 +498,7 @@ def named(asked: Any) -> tuple[Metric, ...]:
     A function takes (sample, unperturbed result) and returns a number; batches are weighted by their rows. Which of its
     values are better is not known. Raises ValueError for an unknown name, TypeError for anything else.
     """
-    if asked is None or asked == "auto":
+    if asked is None or is_auto(asked):
         return ()
     several = (asked,) if isinstance(asked, str | Metric) or callable(asked) else tuple(asked)
     return tuple(_metric(one) for one in several)
@@ -412,11 +519,56 @@ def _metric(asked: Any) -> Metric:
         if asked not in METRICS:
             raise ValueError(f"no metric is named {shown(asked)}; known: {', '.join(METRICS)}, or a function")
         return METRICS[asked]
+    if _is_of_torchmetrics(asked):
+        return _of_torchmetrics(asked)
     if not callable(asked):
-        raise TypeError(f"a metric is a name, a Metric or a function of (sample, unperturbed), got {shown(asked)}")
-
+        raise TypeError(
+            "a metric is a name, a Metric, a metric object of torchmetrics, or a function of (sample, unperturbed), "
+            f"got {shown(asked)}"
+        )
     made = mean_over_rows(asked, "a function of the caller's", lambda sample, reference, _: asked(sample, reference))
     return replace(made, function=asked)
+
+
+def _is_of_torchmetrics(asked: Any) -> bool:
+    """Whether this is a metric object of torchmetrics, which is imported if there is one."""
+    package = sys.modules.get("torchmetrics")
+    return package is not None and isinstance(asked, package.Metric)
+
+
+def _of_torchmetrics(asked: Any) -> Metric:
+    """Return the metric of an object of torchmetrics, which is not changed: each batch has a copy of it as its sums."""
+    name = type(asked).__name__
+    better: Better = "" if asked.higher_is_better is None else "higher" if asked.higher_is_better else "lower"
+
+    def measure(sample: Any, reference: Any, call: ModelCall) -> Sums:
+        state = copy.deepcopy(asked)
+        state.reset()
+        state.update(primary(sample), reference if isinstance(reference, Tensor) else primary(reference))
+        return (state,)
+
+    def finish(sums: Sums) -> float:
+        value = copy.deepcopy(sums[0]).compute()  # which keeps its value, also when more batches are merged
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type_of(value)
+            raise ValueError(f"{name} computes {came}; expected one number, such as that of average='macro'")
+        return float(value)
+
+    settings = {key: value for key, value in sorted(vars(asked).items()) if isinstance(value, _SETTINGS)}
+    return Metric(
+        *(name, "of torchmetrics", "", better, measure, finish, "merge"),
+        compares=False,
+        function=asked,
+        against="target",
+        settings=str({key: value for key, value in settings.items() if not key.startswith("_")}),
+    )
+
+
+def _merged(earlier: Any, later: Any) -> Any:
+    """Return a metric of torchmetrics with the batches of both."""
+    merged = copy.deepcopy(earlier)
+    merged.merge_state(later)
+    return merged
 
 
 def mean_over_rows(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxround.significance.inputs import ModelCall
-from fxround.significance.metrics import Metric, Sums, dice_of, dice_sums, primary
+from fxround.significance.metrics import Metric, Sums, dice_of, dice_sums, primary, worst_class
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,11 @@ class Recorder:
                 self._add((i, number), dice_sums(earlier, predicted, classes))
             self._maps.append(predicted.to(torch.int16 if classes < 1 << 15 else torch.int32))
             return math.nan
-        sums = self.metric.measure(sample, reference, call)
+        compared = self.metric.reference(sample, reference, call)
+        sums = self.metric.measure(sample, compared, call)
         self._add(number, sums)
         if self.metric.changed is not None:
-            moved = self.metric.changed(sample, reference)
+            moved = self.metric.changed(sample, compared)
             self._changed = moved if self._changed is None else self._changed | moved
         return self.metric.finish(sums)
 
@@ -121,7 +122,7 @@ class Recorder:
         metric, values = self.metric, tuple(self.metric.finish(sums) for sums in self.sums.values())
         rows = tuple(self.rows) if metric.changed is not None else None
         classes = None
-        if metric.name.startswith("dice"):
+        if metric.finish is worst_class:
             worst = min(self.sums.values(), key=metric.finish)
             classes = dice_of(worst)
         counts = rows, self.of, self.changed, self.labels

@@ -25,7 +25,7 @@ from fxround.significance.adaptive import require_tolerance
 from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty
 from fxround.significance.figures import Options
 from fxround.significance.inputs import ModelCall, calls, count
-from fxround.significance.metrics import METRICS, named
+from fxround.significance.metrics import METRICS, is_auto, named
 from fxround.significance.observed import Runs
 from fxround.significance.places import Capture, Isolate, known_capture, known_isolate
 from fxround.significance.progress import progress as shown_progress
@@ -176,7 +176,7 @@ def _plan(
     known_method(options.method)
     plan = Sampling(
         None if automatic else samples, tolerance, watch, most, known_capture(capture), known_isolate(isolate),
-        metrics if metrics == "auto" else named(metrics), reference, options, keep,
+        metrics if is_auto(metrics) else named(metrics), reference, options, keep,
     )  # fmt: skip
     return _watching(plan) if automatic and watch != BITS else plan
 

@@ -93,7 +93,7 @@ def metrics_of(asked: Sequence[Any]) -> list[Metric]:
 def _of_target(metric: Metric) -> Metric:
     """Return the metric; for a function of the caller's, which is one of result and target here, that of these."""
     function = metric.function
-    if function is None:
+    if function is None or metric.combine == "merge":
         return metric
     meaning = "a function of result and target, mean over rows"
     made = mean_over_rows(function, meaning, lambda result, _, call: function(result, call.target), compares=False)
@@ -160,12 +160,13 @@ def _said_of_metric(metric: Any) -> str:
     if isinstance(metric, str):
         return metric
     if not isinstance(metric, Metric):
-        return f"{getattr(metric, '__qualname__', type(metric).__qualname__)} {digest([source_of(metric)])}"
+        name, (own,) = getattr(metric, "__qualname__", type(metric).__qualname__), named((metric,))
+        return f"{name} {own.settings}{digest([source_of(metric)])}"
     if metric == METRICS.get(metric.name):
         return metric.name
     functions = (metric.function or metric.measure, metric.finish)
     how = "" if metric.classes == Classes() else f" {metric.classes}"
-    return f"{metric.name}{how} {digest(map(source_of, functions))}"
+    return f"{metric.name}{how} {metric.against} {metric.settings} {digest(map(source_of, functions))}"
 
 
 def source_of(function: Any) -> str:

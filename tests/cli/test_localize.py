@@ -70,3 +70,12 @@ def test_mistakes_are_status_2(net: str, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         cli.main(["localize", f"{net}:build"])
     assert "one of the arguments --check --min-bits --metric is required" in capsys.readouterr().err
+
+
+def test_the_choices_of_a_metric_are_arguments(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["localize", f"{net}:build", "--policy", "binary16", "--runs", "2", "--json", "-"]
+    assert cli.main([*command, "--metric", "label_flips", "0", "--threshold", "100"]) == 1
+    assert json.loads(capsys.readouterr().out)["sets"][0]["modules"] == ["power"]
+    assert cli.main([*command, "--metric", "label_flips", "0", "--threshold", "-100"]) == 0
+    assert cli.main([*command, "--min-bits", "3", "--threshold", "0"]) == 2
+    assert "--threshold: without --metric, no metric has such a choice" in capsys.readouterr().err

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from models import metrics_of_torch
 from scipy import stats
 from sklearn import metrics as sklearn_metrics
 from torch import Tensor
@@ -234,6 +236,178 @@ def test_every_layout_has_the_value_computed_by_hand(name: str, shape: tuple[int
         assert value(binary, *one, call) == BY_HAND[name]
 
 
+# Results of two rows of four, powers of two, and a sample in which two elements differ.
+REFERENCE = torch.tensor([[1.0, 2.0, 4.0, 1.0], [8.0, 1.0, 2.0, 5.0]])
+SAMPLE = torch.tensor([[1.0, 2.0, 6.0, 1.0], [8.0, 2.0, 2.0, 5.0]])
+# The signal is 22 + 94, the perturbation 4 + 1.
+NUMBERS_BY_HAND = {
+    "sqnr": 10 * math.log10(116 / 5),
+    "relative_error": math.sqrt(5 / 116),
+    "max_ulp": 2.0**23,  # 1 over 2^-23, the ulp of 1; 2 over 2^-21, that of 4, is half as many
+}
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2), (1, 2, 2, 2), (2, 1, 1, 2, 2)])
+@pytest.mark.parametrize("name", NUMBERS_BY_HAND)
+def test_numbers_have_the_value_computed_by_hand_in_every_layout(name: str, shape: tuple[int, ...]) -> None:
+    sample, reference = SAMPLE.reshape(shape), REFERENCE.reshape(shape)
+    assert value(name, sample, reference) == NUMBERS_BY_HAND[name]
+    of_target = metric(name, against="target")
+    call = ModelCall((), target=reference)
+    assert value(of_target, sample, of_target.reference(sample, sample, call), call) == NUMBERS_BY_HAND[name]
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 2, 4), (2, 1, 1, 4)])
+def test_transport_has_the_value_computed_by_hand(shape: tuple[int, ...]) -> None:
+    reference = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.5]])
+    sample = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.5, 0.25, 0.0, 0.25]])
+    # All mass moves by 2 steps; a quarter moves by 2.
+    assert value("wasserstein_1", sample.reshape(shape), reference.reshape(shape)) == (2 + 0.5) / 2
+
+
+@pytest.mark.parametrize("where, inner", [(1, ()), (1, (2,)), (-1, (2,)), (1, (2, 1)), (1, (1, 2, 1))])
+def test_top_k_has_the_value_computed_by_hand(where: int, inner: tuple[int, ...]) -> None:
+    """Seven classes: the five greatest are 0 to 4 in one result, 1 to 5 in the other."""
+    falling, turned = (torch.tensor(row) for row in ([7.0, 6, 5, 4, 3, 2, 1], [2.0, 7, 6, 5, 4, 3, 1]))
+
+    def wide(row: Tensor) -> Tensor:
+        return row.expand(3, *inner, 7).movedim(-1, where)
+
+    chosen_metric = METRICS["top_k"] if where == 1 else metric("top_k", class_dim=where)
+    assert value(chosen_metric, wide(turned), wide(falling)) == 4 / 5
+    for label, kept in ((0, 0.0), (1, 1.0), (5, 1.0), (6, 0.0)):
+        of_target = replace(chosen_metric, against="target")
+        call = ModelCall((), target=torch.full((3, *inner), label))
+        assert value(of_target, wide(turned), of_target.reference(wide(turned), None, call), call) == kept
+
+
+def test_dice_of_pairs_has_the_value_computed_by_hand() -> None:
+    for shape, where in (((6,), 1), ((2, 3), 1), ((2, 3), -1), ((2, 1, 3), 1)):
+        recorder = Recorder(metric("dice_pairs", class_dim=where))
+        for i, labels in enumerate((REFERENCE_LABELS, SAMPLE_LABELS, REFERENCE_LABELS)):
+            recorder.take(i, scores(labels.reshape(shape), where), None, NOTHING)
+        measured = recorder.measured()
+        # Pairs 01, 02, 12.
+        assert measured is not None and sorted(measured.values) == [4 / 6, 4 / 6, 1.0]
+
+
+def test_perplexity_has_the_value_computed_by_hand() -> None:
+    """Equal logits of four tokens: each has a probability of a quarter."""
+    tokens = torch.tensor([[0, 1, 2], [3, 3, 3]])
+    # Bits cannot be compared: the logarithm of the softmax and the exponential round.
+    assert value("perplexity", torch.zeros(2, 3, 4), None, ModelCall((tokens,))) == pytest.approx(4, rel=1e-15)
+
+
+@pytest.mark.parametrize("shape, where", [((6,), 1), ((2, 3), 1), ((2, 3), -1), ((2, 1, 3), 1), ((2, 3, 1, 1), 1)])
+@pytest.mark.parametrize("form", ["labels", "one channel", "floats", "bytes", "scores"])
+def test_targets_of_every_layout_have_the_value_computed_by_hand(shape: tuple[int, ...], where: int, form: str) -> None:
+    sample, target = (t.reshape(shape) for t in (SAMPLE_LABELS, TARGETS))
+    given = {
+        "labels": target,
+        "one channel": target.unsqueeze(where),
+        "floats": target.double(),
+        "bytes": target.to(torch.uint8),
+        "scores": torch.nn.functional.one_hot(target, 2).movedim(-1, where),
+    }[form]
+    result, call = scores(sample, where), ModelCall((), target=given)
+    # One of six labels is wrong: class 0 has 2 common of 3 and 2, class 1 has 3 common of 3 and 4.
+    for name, expected in (("label_flips", 1 / 6), ("accuracy", 5 / 6), ("dice", 4 / 5)):
+        of_target = METRICS[name] if name == "accuracy" else metric(name, against="target")
+        if where != 1:
+            of_target = replace(metric(name, class_dim=where), against=of_target.against)
+        assert value(of_target, result, of_target.reference(result, None, call), call) == expected
+    if form == "scores":
+        return
+    binary = metric("dice", threshold=0.0, against="target")
+    one = (2.0 * sample - 1).unsqueeze(1)
+    at = ModelCall((), target=target.unsqueeze(1) if form == "one channel" else given)
+    assert value(binary, one, binary.reference(one, None, at), at) == 4 / 5
+
+
+def test_a_target_of_minus_100_does_not_count() -> None:
+    target = TARGETS.clone()
+    target[0, 2] = target[1, 2] = -100  # the wrong label, and a right one
+    result, call = scores(SAMPLE_LABELS, 1), ModelCall((), target=target)
+    for name, expected in (("label_flips", 0.0), ("accuracy", 1.0), ("dice", 1.0), ("top_k", 1.0)):
+        of_target = METRICS[name] if name == "accuracy" else metric(name, against="target")
+        assert value(of_target, result, of_target.reference(result, None, call), call) == expected
+
+
+@pytest.mark.parametrize(
+    "target, said",
+    [
+        (None, "compared with targets, and the data have none: batches"),
+        ("cat", "dice needs targets"),
+        (TARGETS + 1, "has the target 2; expected classes from 0 to 1, or -100 for none"),
+        (TARGETS - 0.5, "no whole numbers"),
+        (TARGETS[:1], r"labels of shape \(2, 3\) with targets of shape \(1, 3\)"),
+    ],
+)
+def test_targets_that_are_no_classes_are_refused(target: object, said: str) -> None:
+    of_target, result = metric("dice", against="target"), scores(SAMPLE_LABELS, 1)
+    with pytest.raises(ValueError, match=said):
+        of_target.reference(result, None, ModelCall((), target=target))
+
+
+@pytest.mark.parametrize("name", ["kl", "dice_pairs", "perplexity", "accuracy"])
+def test_what_has_its_own_reference_is_not_compared_with_targets(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} .* cannot be compared with targets"):
+        metric(name, against="target")
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (5, 3, 7), (4, 3, 5, 6), (2, 3, 4, 4, 4)])
+def test_torchmetrics_counts_the_same(shape: tuple[int, ...]) -> None:
+    """Its shares are in binary32, and so are compared by the whole numbers in them."""
+    classification = metrics_of_torch().classification
+    classes, labels = shape[1], (shape[0], *shape[2:])
+    target = torch.randint(0, classes, labels, generator=G)
+    recorders = [
+        Recorder(chosen(one, None)[0])
+        for one in (
+            classification.MulticlassAccuracy(classes, average="micro"),
+            classification.MulticlassF1Score(classes, average="macro"),
+        )
+    ]
+    own = [Recorder(METRICS["accuracy"]), Recorder(metric("dice", against="target"))]
+    x = torch.randn(shape, generator=G)
+    for part in (slice(0, 1), slice(1, None)):
+        call = ModelCall((x[part],), target=target[part], offset=part.start)
+        for recorder in (*recorders, *own):
+            recorder.take(0, x[part], x[part], call)
+            recorder.end(call)
+    theirs, ours = [r.measured() for r in recorders], [r.measured() for r in own]
+    assert theirs[0] is not None and theirs[1] is not None and ours[0] is not None and ours[1] is not None
+    assert (theirs[0].name, theirs[0].better) == ("MulticlassAccuracy", "higher")
+    assert round(theirs[0].mean * target.numel()) == ours[0].mean * target.numel()
+    assert ours[1].classes is not None
+    # The mean of the classes' coefficients, in binary32 there.
+    assert theirs[1].mean == pytest.approx(sum(ours[1].classes) / classes, rel=1e-6)
+
+
+def test_an_object_of_torchmetrics_is_not_changed_and_compares_with_what_is_said() -> None:
+    classification, error = metrics_of_torch().classification, metrics_of_torch().regression.MeanSquaredError()
+    x, r = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 4.0]])
+    for chosen_metric, expected in (
+        (chosen(error, None)[0], 1.0),
+        (metric(error, against="unperturbed"), 2.0),
+        (metric(error, better="lower"), 1.0),
+    ):
+        call = ModelCall((x,), target=torch.tensor([[2.0, 3.0]]))
+        recorder = Recorder(chosen_metric)
+        assert recorder.take(0, x, r, call) == expected
+        assert chosen_metric.better == "lower" and chosen_metric.compares == (chosen_metric.against == "unperturbed")
+    assert not error.update_called
+    with pytest.raises(ValueError, match="lower values of MeanSquaredError are better"):
+        metric(error, better="higher")
+    with pytest.raises(ValueError, match="MeanSquaredError is compared with targets, and the data have none"):
+        Recorder(chosen(error, None)[0]).take(0, x, r, ModelCall((x,)))
+    several = classification.MulticlassF1Score(2, average=None)
+    with pytest.raises(ValueError, match=r"computes a tensor of shape \(2,\); expected one number"):
+        Recorder(chosen(several, None)[0]).take(0, x, r, ModelCall((x,), target=torch.tensor([0])))
+    settings = {chosen(classification.MulticlassAccuracy(n), None)[0].settings for n in (2, 3)}
+    assert len(settings) == 2
+
+
 def test_a_flip_in_one_channel_is_seen() -> None:
     x = torch.full((2, 1, 4, 4), -1.0)
     moved = x.clone()
@@ -263,6 +437,24 @@ def test_the_order_of_rows_classes_and_voxels_does_not_count(name: str) -> None:
         got = value(name, a, b, ModelCall((), target=wanted))
         # Bits of sums cannot be compared: the order of the elements is that of the additions.
         assert got == (expected if name in COUNTS else pytest.approx(expected, rel=1e-12)), label
+
+
+def test_the_order_of_rows_does_not_count_for_the_other_metrics() -> None:
+    x, r = pair(4, 3, 5)
+    tokens, rows = torch.randint(0, 5, (4, 3), generator=G), torch.randperm(4, generator=G)
+    assert value("max_ulp", x[rows], r[rows]) == value("max_ulp", x, r)
+    whole, moved = (value("perplexity", t, t, ModelCall((ids,))) for t, ids in ((x, tokens), (x[rows], tokens[rows])))
+    # Bits of sums cannot be compared: the order of the rows is that of the additions.
+    assert moved == pytest.approx(whole, rel=1e-6)
+    pairs = []
+    for order in (torch.arange(4), rows):
+        recorder = Recorder(METRICS["dice_pairs"])
+        for i, sample in enumerate((x, r, x + r)):
+            recorder.take(i, sample[order], None, NOTHING)
+        measured = recorder.measured()
+        assert measured is not None
+        pairs.append(measured.values)
+    assert pairs[0] == pairs[1]
 
 
 def test_classes_of_a_sequence_are_asked_for() -> None:

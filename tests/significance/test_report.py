@@ -176,6 +176,9 @@ def bare():
 
 def loader():
     return DataLoader(TensorDataset(torch.rand(6, 4), torch.zeros(6)), batch_size=4)
+
+def largest(sample, other):
+    return (sample - other).abs().max()
 """
 
 
@@ -258,6 +261,20 @@ def test_inputs_come_from_files_and_functions(
     assert status == 0 and "of 6 inputs" in text
 
 
+def test_the_choices_of_metrics_are_arguments(capsys: pytest.CaptureFixture[str], file: str) -> None:
+    chosen = ("--metric", "label_flips", "--metric", f"{file}:largest", "--class-dim", "-1", "--better", "lower")
+    given = ("--samples", "5", "--reference", "none", "--json", "-")
+    status, text, _ = run(capsys, f"{file}:build", *chosen, *given)
+    flips, largest = json.loads(text)["metrics"]
+    assert status == 0 and flips["of"] == 6 and largest["worst"] == max(largest["values"])
+    status, text, _ = run(
+        capsys, f"{file}:bare", "--inputs", f"{file}:loader", "--metric", "dice", "--against", "target", *given
+    )
+    assert status == 0 and len(json.loads(text)["metrics"][0]["classes"]) == 3
+    status, text, _ = run(capsys, f"{file}:build", "--metric", "label_flips", "--threshold", "0.0", *given)
+    assert status == 0 and json.loads(text)["metrics"][0]["labels"] == 18
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -265,6 +282,13 @@ def test_inputs_come_from_files_and_functions(
         (("{file}:build", "--inputs", "nosuch.npy"), "nosuch.npy"),
         (("{file}:build", "--metric", "bleu"), "no metric is named 'bleu'"),
         (("{file}:build", "--samples", "1"), "needs at least 2"),
+        (("{file}:build", "--class-dim", "1"), "--class-dim: without --metric, no metric has such a choice"),
+        (("{file}:build", "--metric", "sqnr", "--threshold", "0"), "--threshold: sqnr has no such choice"),
+        (("{file}:build", "--metric", "dice", "--better", "higher"), "--better: dice has no such choice"),
+        (
+            ("{file}:build", "--metric", "dice", "--against", "target"),
+            "dice is compared with targets, and the data have",
+        ),
         (("{file}:build", "--max-flips", "0", "--metric", "sqnr", "--samples", "5"), "Ask for it with metrics="),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,13 @@ def hugging_face() -> Any:
     """transformers, which imports torchvision where that is installed."""
     vision()
     return importlib.import_module("transformers")
+
+
+def metrics_of_torch() -> Any:
+    """torchmetrics, which imports torchvision where that is installed."""
+    if importlib.util.find_spec("torchvision") is not None:
+        vision()
+    return importlib.import_module("torchmetrics")
 
 
 def _randomized(model: nn.Module) -> nn.Module:
