@@ -26,7 +26,9 @@ from fxround.numerics.specification.exact import round_exact
 from fxround.passes import LOWERING
 from fxround.significance.report import plots
 from fxround.significance.report.drawing import drawing
-from fxround.views.graph_views import STATUS_COLOURS, drawn, to_networkx
+from fxround.views.colouring import STATUS_COLOURS
+from fxround.views.graph_views import to_networkx
+from fxround.views.pictures import drawn
 from fxround.views.svg import Legend, svg
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"

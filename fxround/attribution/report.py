@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import NormalDist
@@ -15,22 +15,21 @@ from torch import Tensor
 
 from fxround.atomic_files import write_file
 from fxround.graph.site import Site
-from fxround.views.graph_views import drawn
-from fxround.views.svg import Legend, svg, write_svg
+from fxround.views.colouring import SHADES, UNKNOWN, ByPolicy, Colouring, Mark
+from fxround.views.pictures import drawn, embedded, write_picture
 from fxround.views.table import Table, Tabled
 
 # A site is doubted where what its derivatives miss is more than this part of the deviation.
 DOUBT: Final = 0.1
 SHOWN_ROWS: Final = 15
-# Shares, from less than a hundredth to more than half: fill and border.
-_SHADES: Final = (
-    (0.0, "less than 1 %", "#e6f4ea", "#2b8a3e"),
-    (0.01, "1 to 5 %", "#f1f8d9", "#74a312"),
-    (0.05, "5 to 20 %", "#fff3bf", "#e6a700"),
-    (0.2, "20 to 50 %", "#ffe0b8", "#e8590c"),
-    (0.5, "more than 50 %", "#ffd0cc", "#c92a2a"),
+# The least share of each colour.
+_SHARES: Final = (
+    (0.0, "less than 1 %"),
+    (0.01, "1 to 5 %"),
+    (0.05, "5 to 20 %"),
+    (0.2, "20 to 50 %"),
+    (0.5, "more than 50 %"),
 )
-_SILENT: Final = ("#f1f3f5", "#adb5bd")
 
 
 @dataclass(frozen=True)
@@ -229,22 +228,20 @@ class AttributionReport(Tabled):
         return data | derived | {"sites": rows, "layers": layers, "doubtful": [row.node for row in self.doubtful]}
 
     def draw(self, path: str | Path, *, title: str = "") -> Path:
-        """Draw the graph as SVG, every operation in the colour of its share; returns the path.
+        """Draw the graph, every operation in the colour of its share; returns the path.
 
-        Raises ValueError unless the path ends in .svg.
+        path: a file that ends in .html or .svg, as for ``RoundedModule.draw``. Raises ValueError for another suffix.
         """
-        return write_svg(path, self.drawing(title=title))
-
-    def drawing(self, *, title: str = "") -> str:
-        """Return the text of the drawing."""
         assert self.graph is not None
-        graph = drawn(self.graph)
-        shares = {row.node: row for row in self.rows}
-        for name, data in graph.nodes(data=True):
-            data.update(_box(data, shares.get(name)))
-        entries = (*((said, fill, stroke) for _, said, fill, stroke in _SHADES), ("no rounding", *_SILENT))
-        heading = title or f"Share of the {'variance' if self.draws else 'error'} of the result"
-        return svg(graph, Legend(heading, entries))
+        return write_picture(path, self.graph, self._colourings(), title or self.colouring().title)
+
+    def colouring(self) -> Colouring:
+        """Return the colours of the graph by shares, for ``RoundedModule.draw(report=)``."""
+        return ByShare(self)
+
+    def _colourings(self) -> list[Colouring]:
+        assert self.graph is not None
+        return [self.colouring(), ByPolicy(drawn(self.graph))]
 
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one HTML file, with its text, tables and drawing; returns the path."""
@@ -252,8 +249,8 @@ class AttributionReport(Tabled):
         body = [f"<h1>{html.escape(self._title())}</h1>", *(f"<p>{html.escape(line)}</p>" for line in rest if line)]
         del head
         tables = [self.sites, self.modules, *([self.sensitivity] if self.formats else [])]
-        drawing = self.drawing() if self.graph is not None else ""
-        page = "".join((*body, *(table._repr_html_() for table in tables), drawing))
+        picture = "" if self.graph is None else embedded(self.graph, self._colourings(), self.colouring().title)
+        page = "".join((*body, *(table._repr_html_() for table in tables), picture))
         return write_file(path, f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{page}</body></html>\n')
 
     def __str__(self) -> str:
@@ -353,19 +350,33 @@ def _plain(value: Any) -> Any:
     return [_plain(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _box(data: dict[str, Any], row: SiteShare | None) -> dict[str, Any]:
-    fill, stroke = _SILENT
-    if row is not None:
-        fill, stroke = next((f, s) for least, _, f, s in reversed(_SHADES) if abs(row.share) >= least)
-    head = {"placeholder": data["name"], "output": "result"}.get(data["op"])
-    head = head or data["operator"].removeprefix("aten.").removesuffix(".default")
-    facts = [f"{key}: {data[key]}" for key in ("operator", "path", "source", "code", "type", "rounding") if data[key]]
-    said = data["path"] or data["type"] if row is None else f"{100 * row.share:.1f} %"
-    return {
-        "lines": [head, said],
-        "title": "\n".join(facts),
-        "input": data["op"] == "placeholder",
-        "fill": fill,
-        "stroke": stroke,
-        "stripe": "",
-    }
+class ByShare(Colouring):
+    """Colours by what the roundings of operations cost; a module has the sum of the shares of its operations."""
+
+    name = "share of the error"
+
+    def __init__(self, report: AttributionReport) -> None:
+        self.title = f"Share of the {'variance' if report.draws else 'error'} of the result"
+        self._rows = {row.node: row for row in report.rows}
+        self._formats = report.formats
+        shades = ((said, *colours) for (_, said), colours in zip(_SHARES, SHADES, strict=True))
+        self.entries = (*shades, ("no rounding", *UNKNOWN))
+
+    def of_node(self, node: str, data: Mapping[str, Any]) -> Mark:
+        """Return the share of a node."""
+        row = self._rows.get(node)
+        if row is None:
+            return Mark(*UNKNOWN)
+        tried = [(f"deviation in {form}", _short(d)) for form, d in zip(self._formats, row.sensitivity, strict=False)]
+        facts = (("deviation", _short(row.deviation)), ("doubt", _part(row.doubt)), *tried)
+        return _share(row.share, facts)
+
+    def of_module(self, path: str | None, members: Mapping[str, Mapping[str, Any]]) -> Mark:
+        """Return the sum of the shares of the members."""
+        shares = [self._rows[node].share for node in members if node in self._rows]
+        return _share(math.fsum(shares)) if shares else Mark(*UNKNOWN)
+
+
+def _share(share: float, facts: tuple[tuple[str, str], ...] = ()) -> Mark:
+    colours = SHADES[sum(abs(share) >= least for least, _ in _SHARES[1:])]
+    return Mark(*colours, f"{100 * share:.1f} %", (("share", f"{100 * share:.2f} %"), *facts))

@@ -126,11 +126,16 @@ def located(node: fx.Node) -> Site:
 
     ``getitem`` has the operator of the tuple that it takes from.
     """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path, module = list(stack.values())[-1] if stack else ("", "")
+    path, kind = (enclosing(node) or [("", "")])[-1]
     source, code = source_line(node.meta.get("stack_trace") or "")
-    name = module if isinstance(module, str) else module.__name__
-    return Site(_module_path(path), name.rpartition(".")[2], operator_of(node), "", "", source, code)
+    return Site(path, kind, operator_of(node), "", "", source, code)
+
+
+def enclosing(node: fx.Node) -> list[tuple[str, str]]:
+    """Return the modules around a node, the outermost first: the path and the name of the class of each."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    classes = [(path, kind if isinstance(kind, str) else kind.__name__) for path, kind in stack.values()]
+    return [(_module_path(path), name.rpartition(".")[2]) for path, name in classes]
 
 
 def function_of(node: fx.Node) -> str:

@@ -60,6 +60,7 @@ from fxround.runtime.operands import resolved
 from fxround.runtime.random_state import changed, of_rank, of_submodule, random_state, state_of, state_on
 from fxround.views import graph_views
 from fxround.views.leaks import Leaks
+from fxround.views.pictures import colourings_of, write_picture
 from fxround.views.summaries import Coverage, Summary
 from fxround.views.table import Table
 
@@ -456,12 +457,26 @@ class RoundedModule(Reaching):
         """
         return graph_views.coverage(self._called(backward).lowered, backward=backward)
 
-    def draw(self, path: str | Path) -> Path:
-        """Draw the forward graph of the latest call as an SVG file; returns the path.
+    def draw(self, path: str | Path, *, report: Any = None) -> Path:
+        """Draw the forward graph of the latest call; returns the path.
 
-        Raises ValueError before the first call, and for a path that does not end in .svg.
+        Args:
+            path: a file that ends in .html or .svg. The HTML page suits graphs of any size: a click opens and closes
+                modules, equal layers are folded, and there is a search. It needs no network. SVG suits small graphs.
+            report: a VariabilityReport, an AttributionReport or a list of reports of this model, which colour the
+                operations by their significant bits or shares of the error. The page can show the policy as well.
+
+        Raises:
+            ValueError: before the first call, for a path with another suffix, and for a report of another graph, which
+                the model has in another mode, or for arguments of other dtypes.
+            TypeError: for a report of another type.
+
+        Example::
+
+            compiled.draw("graph.html", report=fxround.variability(model, x, capture="nodes"))
         """
-        return graph_views.draw(self.graph, path, title=type(self.source).__name__)
+        graph = self.to_networkx()
+        return write_picture(path, graph, colourings_of(graph, report), type(self.source).__name__)
 
     def to_networkx(self) -> nx.DiGraph:
         """Return the forward graph of the latest call as a ``networkx.DiGraph``.

@@ -1,4 +1,4 @@
-"""Views of a graph whose nodes carry a ``Site``: text, table, coverage, drawing, networkx.
+"""Views of a graph whose nodes carry a ``Site``: text, table, coverage, networkx.
 
 Every view reads the graph and changes nothing. Tables are data (``to_dict``, ``to_json``); text and HTML are made from
 the same rows. A floating-point value without a Site is shown as native with the reason "not classified", so that an
@@ -8,10 +8,8 @@ omission of the passes is visible.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import networkx as nx
@@ -20,20 +18,13 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.graph.dialect import BODIES, is_loop, read_loop
-from fxround.graph.site import PORT, Port, Site, located, operator_name, site
+from fxround.graph.site import PORT, Port, Site, enclosing, located, operator_name, site
 from fxround.graph.values import outputs_of
 from fxround.passes.rewrite import ROUND
+from fxround.views.pictures import colourings_of, embedded
+from fxround.views.size_names import size_names, spelled
 from fxround.views.summaries import SILENT, Coverage, Operation, Summary, counted, coverage_of, summary_of
-from fxround.views.svg import Legend, svg, write_svg
 
-STATUS_COLOURS: Final = {
-    "rounded": ("#e6f5ee", "#2b8a63"),
-    "exact": ("#f1f3f5", "#868e96"),
-    "native": ("#fdebd3", "#d9822b"),
-    "input": ("#e7effb", "#3b6fb6"),
-    "output": ("#e7effb", "#3b6fb6"),
-}
-_STRIPES: Final = ("#2b8a63", "#7048e8", "#c2255c", "#1c7ed6", "#e67700", "#0b7285", "#5c940d", "#495057")
 _UNCLASSIFIED: Final = "not classified"
 
 
@@ -47,17 +38,21 @@ def described(node: fx.Node) -> Site | None:
 
 def graph_text(gm: fx.GraphModule) -> str:
     """Return the graph as text, one line per node, with headings for module and source line."""
+    return "\n".join(_lines(gm, size_names(gm)))
+
+
+def _lines(gm: fx.GraphModule, names: Mapping[str, str]) -> list[str]:
     lines, heading = [], ""
     for node in gm.graph.nodes:
         entry = described(node)
         if entry is not None and node.op == "call_function" and _heading(entry) != heading:
             heading = _heading(entry)
             lines.append(f"# {heading}")
-        lines.append(f"  {_statement(node)}")
+        lines.append(f"  {_statement(node, names)}")
         for name, body in _bodies(gm, node):
             lines.append(f"    # {name} of {node.name}")
-            lines += [f"    {line}" for line in graph_text(body).splitlines() if not line.startswith("#")]
-    return "\n".join(lines)
+            lines += [f"    {line}" for line in _lines(body, names) if not line.startswith("#")]
+    return lines
 
 
 def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[tuple[str, fx.GraphModule]]:
@@ -112,12 +107,15 @@ def _listed(gm: fx.GraphModule, backward: bool | None) -> list[Operation]:
 def to_networkx(gm: fx.GraphModule) -> nx.DiGraph:
     """Return the whole graph, with texts and numbers as attributes of its nodes, which GraphML can store."""
     graph = nx.DiGraph()
-    _add(graph, gm, "")
+    _add(graph, gm, size_names(gm))
     return graph
 
 
-def _add(graph: nx.DiGraph, gm: fx.GraphModule, within: str) -> None:
-    """Add the nodes of a graph and of the bodies of its loops, whose names begin with those of their loops."""
+def _add(graph: nx.DiGraph, gm: fx.GraphModule, names: Mapping[str, str], within: str = "", times: int = 1) -> None:
+    """Add the nodes of a graph and of the bodies of its loops, whose names begin with those of their loops.
+
+    names: of symbolic sizes. times: how often the example runs the graph.
+    """
     for node in gm.graph.nodes:
         if within and node.op == "output":
             continue
@@ -140,45 +138,28 @@ def _add(graph: nx.DiGraph, gm: fx.GraphModule, within: str) -> None:
             reason=entry.reason,
             rounding=rounding,
             accumulate=accumulate,
-            type=_type(node),
+            direction=entry.direction,
+            modules=", ".join(f"{path}: {kind}" for path, kind in enclosing(node)),
+            type=_type(node, names),
             tensor=node.op == "output" or any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(_value(node))),
-            operations=operations(node, entry),
+            operations=times * operations(node, entry),
         )
         if not is_loop(node):
             graph.add_edges_from((f"{within}{used.name}", name) for used in node.all_input_nodes)
         for part, body in _bodies(gm, node):
             inside = f"{name}.{part}."
-            _add(graph, body, inside)
+            _add(graph, body, names, inside, times * _iterations(node))
             entries = zip(read_loop(node).operands, body.graph.find_nodes(op="placeholder"), strict=True)
             graph.add_edges_from((f"{within}{x.name}", inside + e.name) for x, e in entries if isinstance(x, fx.Node))
             graph.add_edges_from((inside + x.name, name) for x in outputs_of(body) if isinstance(x, fx.Node))
 
 
-def draw(gm: fx.GraphModule, path: str | Path, *, title: str = "") -> Path:
-    """Write an SVG of the operations, coloured by status, each with a tooltip; returns the path.
-
-    Data movement is drawn as plain edges, parameters not at all. Raises ValueError unless the path ends in .svg.
-    """
-    return write_svg(path, drawing(gm, title=title))
-
-
-def drawing(gm: fx.GraphModule, *, title: str = "") -> str:
-    """Return the SVG text that ``draw`` writes."""
-    graph = drawn(to_networkx(gm))
-    said = Counter(data["rounding"] for _, data in graph.nodes(data=True) if data["status"] == "rounded")
-    stripes = {text: _STRIPES[min(i, len(_STRIPES) - 1)] for i, (text, _) in enumerate(said.most_common())}
-    for _, data in graph.nodes(data=True):
-        data.update(_appearance(data, stripes))
-    statuses = Counter(data["status"] for _, data in graph.nodes(data=True))
-    entries = [(f"{s} ({statuses[s]})", *STATUS_COLOURS[s]) for s in ("rounded", "exact", "native") if statuses[s]]
-    entries += [(f"{text} ({said[text]})", colour, colour) for text, colour in stripes.items()]
-    return svg(graph, Legend(title or "fxround graph", tuple(entries)))
-
-
 def html(gm: fx.GraphModule, *, title: str = "") -> str:
-    """Return coverage, drawing and summary as one self-contained HTML fragment."""
-    box = "max-height:32em;overflow:auto;border:1px solid #dee2e6;border-radius:6px;padding:6px;margin:8px 0"
-    views = (coverage(gm)._repr_html_(), drawing(gm, title=title), summary(gm)._repr_html_())
+    """Return coverage, picture and summary as one HTML fragment that needs no other file."""
+    box = "max-height:50em;overflow:auto;border:1px solid #dee2e6;border-radius:6px;padding:6px;margin:8px 0"
+    graph = to_networkx(gm)
+    picture = embedded(graph, colourings_of(graph, None), title)
+    views = (coverage(gm)._repr_html_(), picture, summary(gm)._repr_html_())
     return "".join(f'<div style="{box}">{view}</div>' for view in views)
 
 
@@ -214,10 +195,14 @@ def located_nodes(gm: fx.GraphModule, within: str = "", times: int = 1) -> Itera
         entry = described(node)
         if entry is not None and node.op == "call_function":
             yield f"{within}{node.name}", node, entry, times
-        xs = read_loop(node).xs if is_loop(node) else ()
-        length = example_shape(_value(xs[0]))[0] if xs else 1
         for name, body in _bodies(gm, node):
-            yield from located_nodes(body, f"{within}{node.name}.{name}.", times * length)
+            yield from located_nodes(body, f"{within}{node.name}.{name}.", times * _iterations(node))
+
+
+def _iterations(node: fx.Node) -> int:
+    """Return how often the example runs the body of a loop; 1 for a ``while_loop``, whose count is not known."""
+    xs = read_loop(node).xs
+    return example_shape(_value(xs[0]))[0] if xs else 1
 
 
 def _decision(entry: Site) -> tuple[str, str]:
@@ -235,16 +220,16 @@ def _heading(entry: Site) -> str:
     return "  ".join(part for part in (module, entry.source, entry.code) if part)
 
 
-def _statement(node: fx.Node) -> str:
+def _statement(node: fx.Node, names: Mapping[str, str]) -> str:
     """Return ``name: type = operator(arguments)`` without the run-time random key."""
     if node.op == "placeholder":
-        return f"{node.name}: {_type(node)} = {_port_name(node)}"
+        return f"{node.name}: {_type(node, names)} = {_port_name(node)}"
     if node.op == "output":
         return f"return {', '.join(str(value) for value in pytree.tree_leaves(node.args))}"
     if node.op != "call_function":
-        return f"{node.name}: {_type(node)} = {node.target}"
+        return f"{node.name}: {_type(node, names)} = {node.target}"
     arguments = [_shown(value) for key, value in _arguments(node).items() if key != "rng"]
-    return f"{node.name}: {_type(node)} = {operator_name(node)}({', '.join(arguments)})"
+    return f"{node.name}: {_type(node, names)} = {operator_name(node)}({', '.join(arguments)})"
 
 
 def _shown(value: Any) -> str:
@@ -294,38 +279,10 @@ def _example(size: torch.SymInt) -> int:
     return 1 if hint is None else int(hint)
 
 
-def _type(node: fx.Node) -> str:
-    value = _value(node)
+def _type(node: fx.Node, names: Mapping[str, str]) -> str:
+    """Return dtype and shape of a node's value, in these names of sizes; of the output node, those of the results."""
+    value = [_value(used) for used in node.all_input_nodes] if node.op == "output" else _value(node)
     leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-    texts = [f"{str(v.dtype).removeprefix('torch.')}[{', '.join(map(str, v.shape))}]" for v in leaves]
+    shapes = [", ".join(spelled(size, names) for size in v.shape) for v in leaves]
+    texts = [f"{str(v.dtype).removeprefix('torch.')}[{shape}]" for v, shape in zip(leaves, shapes, strict=True)]
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})" if texts else type(value).__name__
-
-
-def drawn(graph: nx.DiGraph) -> nx.DiGraph:
-    """Return arithmetic, arguments and results; data movement becomes edges, sizes and parameters are left out."""
-    shown = graph.copy()
-    for name, data in graph.nodes(data=True):
-        argument = data["name"].startswith("argument")
-        if (data["op"] in ("get_attr", "placeholder") and not argument) or not data["tensor"]:
-            shown.remove_node(name)
-        elif data["status"] in SILENT:
-            shown.add_edges_from((a, b) for a in shown.predecessors(name) for b in shown.successors(name))
-            shown.remove_node(name)
-    shown.remove_nodes_from([name for name in list(shown) if shown.degree(name) == 0 and len(shown) > 1])
-    return shown
-
-
-def _appearance(data: dict[str, Any], stripes: dict[str, str]) -> dict[str, Any]:
-    if data["op"] in ("placeholder", "output"):
-        status = "input" if data["op"] == "placeholder" else "output"
-        lines: list[str] = [data["name"], data["type"]] if status == "input" else ["result"]
-        facts = lines
-    else:
-        status = data["status"]
-        lines = [data["operator"].removeprefix("aten.").removesuffix(".default"), data["path"] or "(root)"]
-        keys = ("operator", "path", "module_type", "source", "code", "type", "rounding", "accumulate")
-        facts = [f"{key}: {data[key]}" for key in keys if data[key]]
-    fill, stroke = STATUS_COLOURS[status]
-    stripe = stripes.get(data["rounding"], "") if status == "rounded" else ""
-    colours = {"fill": fill, "stroke": stroke, "stripe": stripe}
-    return {"lines": lines, "title": "\n".join(facts), "input": status == "input", **colours}

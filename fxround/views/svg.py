@@ -12,14 +12,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import networkx as nx
-
-from fxround.atomic_files import write_file
-from fxround.errors import shown
 
 WIDTH: Final = 176
 HEIGHT: Final = 46
@@ -79,13 +75,6 @@ def svg(graph: nx.DiGraph, legend: Legend) -> str:
         f'viewBox="0 0 {width:.0f} {height}"><style>{_STYLE}</style>'
         f'<rect width="100%" height="100%" fill="#ffffff"/>{_legend(legend)}{edges}{boxes}</svg>\n'
     )
-
-
-def write_svg(path: str | Path, text: str) -> Path:
-    """Write a drawing; returns the path. Raises ValueError unless the path ends in .svg."""
-    if Path(path).suffix != ".svg":
-        raise ValueError(f"draw writes SVG: expected a path that ends in .svg, got {shown(str(path))}")
-    return write_file(path, text)
 
 
 def _layers(graph: nx.DiGraph) -> tuple[list[list[Hashable]], nx.DiGraph]:

@@ -19,7 +19,8 @@ from torch import fx, nn
 import fxround
 from fxround.graph.site import META, PORT, Port, Site
 from fxround.policy import PRESETS
-from fxround.views.graph_views import coverage, draw, graph_text, html, operations, summary, to_networkx
+from fxround.views.graph_views import coverage, graph_text, html, operations, summary, to_networkx
+from fxround.views.pictures import colourings_of, write_picture
 from fxround.views.svg import DUMMY, GAP, HEIGHT, WIDTH, Legend, svg
 from fxround.views.table import Table
 
@@ -166,16 +167,19 @@ def boxes(text: str) -> dict[str, ElementTree.Element]:
 
 
 def test_the_drawing_shows_arithmetic_in_its_colours(gm: fx.GraphModule, tmp_path: Path) -> None:
-    path = draw(gm, tmp_path / "graph.svg", title="a <title> & more")
+    graph = to_networkx(gm)
+    colourings, title = colourings_of(graph, None), "a <title> & more"
+    path = write_picture(tmp_path / "graph.svg", graph, colourings, title)
     drawn = boxes(path.read_text(encoding="utf-8"))
     assert list(drawn) == ["argument 0", "mm", "relu", "i0", "sum", "result"]
     assert "rounding: binary32/stochastic/inf" in (drawn["mm"].findtext(f"{SVG}title") or "")
     assert "path: fc" in (drawn["mm"].findtext(f"{SVG}title") or "")
     colours = {name: box.find(f"{SVG}rect[@class='box']").get("stroke") for name, box in drawn.items()}  # type: ignore[union-attr]
     assert len({colours["mm"], colours["relu"], colours["i0"], colours["result"]}) == 4
-    assert path.read_text(encoding="utf-8") == draw(gm, tmp_path / "again.svg", title="a <title> & more").read_text()
-    with pytest.raises(ValueError, match=r"ends in \.svg, got 'graph\.png'"):
-        draw(gm, "graph.png")
+    again = write_picture(tmp_path / "again.svg", graph, colourings, title)
+    assert path.read_text(encoding="utf-8") == again.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=r"ends in \.svg or \.html, got 'graph\.png'"):
+        write_picture("graph.png", graph, colourings, title)
 
 
 def test_html_is_a_fragment_of_its_own(gm: fx.GraphModule) -> None:

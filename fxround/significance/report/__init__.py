@@ -26,8 +26,9 @@ from fxround.significance.figures import Figures, plain
 from fxround.significance.places import OUTPUT, said_of_undrawn
 from fxround.significance.recorder import Measured
 from fxround.significance.study import UNPERTURBED, Study
+from fxround.views.colouring import ByPolicy, Colouring
 from fxround.views.graph_views import to_networkx
-from fxround.views.svg import write_svg
+from fxround.views.pictures import drawn, write_picture
 from fxround.views.table import Table, Value, of_notebook
 
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
@@ -280,14 +281,27 @@ class VariabilityReport:
         return plots.plot(self, path)
 
     def draw(self, path: str | Path, *, step: int = 5) -> Path:
-        """Write an SVG of the graph, every operation in the colour of the bits that it has lost; returns the path.
+        """Draw the graph, every operation in the colour of the bits that it has lost; returns the path.
 
-        step: the bits that one of the five colours stands for. With ``capture="nodes"`` every operation has a figure
-        of its own, with ``"layers"`` that of its layer. Raises ValueError unless the path ends in .svg.
+        path: a file that ends in .html or .svg, as for ``RoundedModule.draw``. step: the bits that one of the five
+        colours stands for. With ``capture="nodes"`` every operation has a figure of its own, with ``"layers"`` that of
+        its layer. Raises ValueError for a path with another suffix, a step below 1, and a report without a graph.
         """
-        from fxround.significance.report.drawing import drawing
+        colouring = self.colouring(step)
+        return write_picture(path, self.drawable, [colouring, ByPolicy(drawn(self.drawable))], colouring.title)
 
-        return write_svg(path, drawing(self, step=step))
+    def colouring(self, step: int = 5) -> Colouring:
+        """Return the colours of the graph by bits lost, for ``RoundedModule.draw(report=)``; step: as for ``draw``."""
+        from fxround.significance.report.drawing import ByBits
+
+        return ByBits(self, step)
+
+    @property
+    def drawable(self) -> nx.DiGraph:
+        """The graph. Raises ValueError if the study was interrupted before its first sample and has none."""
+        if self.graph is None:
+            raise ValueError("the report has no graph: the study ended before its first sample")
+        return self.graph
 
     def to_html(self, path: str | Path | None = None) -> str:
         """Return one self-contained HTML page; ``path``: also write it there."""

@@ -5,24 +5,16 @@ An operation has the figures of its node where the report has them, else those o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from fxround.significance.figures import Figures
-from fxround.views.graph_views import drawn
-from fxround.views.svg import Legend, svg
+from fxround.views.colouring import SHADES, UNKNOWN, Colouring, Mark
+from fxround.views.pictures import coloured, drawn
 
 if TYPE_CHECKING:
     from fxround.significance.report import VariabilityReport
 
-# Bits lost, from none to all: fill and border.
-_SHADES: Final = (
-    ("#e6f4ea", "#2b8a3e"),
-    ("#f1f8d9", "#74a312"),
-    ("#fff3bf", "#e6a700"),
-    ("#ffe0b8", "#e8590c"),
-    ("#ffd0cc", "#c92a2a"),
-)
-_SILENT: Final = ("#f1f3f5", "#adb5bd")
 STEP: Final = 5
 
 
@@ -32,51 +24,60 @@ def drawing(report: VariabilityReport, *, step: int = STEP, title: str = "", col
     Raises ValueError for a report without a graph (of a study that was interrupted before its first sample) and for a
     step below 1.
     """
-    if report.graph is None:
-        raise ValueError("the report has no graph: the study ended before its first sample")
-    if step < 1:
-        raise ValueError(f"step is {step}: expected a number of bits of at least 1")
-    graph = drawn(report.graph)
-    by_node = {f.place.node: f for f in report.places if f.place.kind == "node"}
-    by_path = {f.place.path: f for f in report.places if f.place.kind == "layer"}
-    results = report.outputs[:1]
-    for name, data in graph.nodes(data=True):
-        figures = by_node.get(name) or (by_path.get(data["path"]) if data["op"] == "call_function" else None)
-        if data["op"] == "output" and results:
-            figures = results[0]
-        data.update(_box(data, figures, step))
-    return svg(graph, _legend(step, title or "Bits lost, mean over elements", columns))
+    return coloured(drawn(report.drawable), ByBits(report, step), title=title, columns=columns)
+
+
+class ByBits(Colouring):
+    """Colours by the significant bits that operations have lost; ``step`` bits have one colour.
+
+    Raises ValueError for a step below 1.
+    """
+
+    name = "significant bits"
+    title = "Bits lost, mean over elements"
+
+    def __init__(self, report: VariabilityReport, step: int = STEP) -> None:
+        if step < 1:
+            raise ValueError(f"step is {step}: expected a number of bits of at least 1")
+        self._step = step
+        self._by_node = {f.place.node: f for f in report.places if f.place.kind == "node"}
+        self._by_path = {f.place.path: f for f in report.places if f.place.kind == "layer"}
+        self._result = next(iter(report.outputs), None)
+        entries = [(f"{i * step} to {(i + 1) * step} bits lost", *colours) for i, colours in enumerate(SHADES[:-1])]
+        most = (f"more than {step * len(entries)} lost", *SHADES[-1])
+        self.entries = (*entries, most, ("not looked at, or no evidence", *UNKNOWN))
+
+    def of_node(self, node: str, data: Mapping[str, Any]) -> Mark:
+        """Return the figures of a node, else those of its layer."""
+        return self._mark(self._figures(node, data))
+
+    def of_module(self, path: str | None, members: Mapping[str, Mapping[str, Any]]) -> Mark:
+        """Return the figures of a layer, else those of the member that has lost the most bits."""
+        if path is not None and path in self._by_path:
+            return self._mark(self._by_path[path])
+        known = [f for node, data in members.items() if (f := self._figures(node, data)) is not None]
+        return self._mark(max(known, key=_lost, default=None), "least: ")
+
+    def _figures(self, node: str, data: Mapping[str, Any]) -> Figures | None:
+        if data["op"] == "output":
+            return self._result
+        return self._by_node.get(node) or (self._by_path.get(data["path"]) if data["op"] == "call_function" else None)
+
+    def _mark(self, f: Figures | None, whose: str = "") -> Mark:
+        if f is None:
+            return Mark(*UNKNOWN)
+        whole = f"{f.place.name}: " if f.place.kind == "layer" and not whose else whose
+        if f.bits is None:
+            return Mark(*UNKNOWN, f"{whole}no evidence")
+        facts = [("significant bits", f"{f.bits:.1f} of {f.precision} in the mean of {f.place.name}")]
+        facts += [] if f.worst is None else [("worst element", f"{f.worst:.1f} bits")]
+        return Mark(*shade(_lost(f), self._step), f"{whole}{f.bits:.1f} bits", tuple(facts))
 
 
 def shade(lost: float, step: int = STEP) -> tuple[str, str]:
     """Return fill and border for a number of bits lost."""
-    return _SHADES[min(max(int(lost // step), 0), len(_SHADES) - 1)]
+    return SHADES[min(max(int(lost // step), 0), len(SHADES) - 1)]
 
 
-def _box(data: dict[str, Any], f: Figures | None, step: int) -> dict[str, Any]:
-    fill, stroke = _SILENT if f is None or f.bits is None else shade(f.precision - f.bits, step)
-    head = {"placeholder": data["name"], "output": "result"}.get(data["op"]) or _short(data["operator"])
-    said = "" if f is None else "no evidence" if f.bits is None else f"{f.bits:.1f} bits"
-    facts = [f"{key}: {data[key]}" for key in ("operator", "path", "source", "code", "type", "rounding") if data[key]]
-    whole = f"{f.place.name}: " if f is not None and f.place.kind == "layer" else ""
-    lines = [head, f"{whole}{said}" if said else data["path"] or data["type"]]
-    return {
-        "lines": lines,
-        "title": "\n".join(
-            [*facts, *([f"worst element: {f.worst:.1f} bits"] if f is not None and f.worst is not None else [])]
-        ),
-        "input": data["op"] == "placeholder",
-        "fill": fill,
-        "stroke": stroke,
-        "stripe": "",
-    }
-
-
-def _short(operator: str) -> str:
-    return operator.removeprefix("aten.").removesuffix(".default")
-
-
-def _legend(step: int, title: str, columns: int) -> Legend:
-    entries = [(f"{i * step} to {(i + 1) * step} bits lost", *colours) for i, colours in enumerate(_SHADES[:-1])]
-    most = (f"more than {step * len(entries)} lost", *_SHADES[-1])
-    return Legend(title, (*entries, most, ("not looked at, or no evidence", *_SILENT)), columns)
+def _lost(f: Figures) -> float:
+    return -1.0 if f.bits is None else f.precision - f.bits

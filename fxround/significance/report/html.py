@@ -1,4 +1,4 @@
-"""Write a variability report as one HTML page that needs no network, no script and no other file.
+"""Write a variability report as one HTML page that needs no network and no other file.
 
 The page shows the findings, the tables, the plots, the graph coloured by bits, and the data for repeating the study.
 All numbers are the report's. The report's JSON is embedded in the page, so that the page is also an archive.
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final
 
 from fxround.significance.figures import Figures
 from fxround.significance.report import plots
-from fxround.significance.report.drawing import drawing
-from fxround.views.graph_views import drawn
+from fxround.significance.report.drawing import ByBits
+from fxround.views.colouring import ByPolicy
+from fxround.views.graph_page import embedded_json
+from fxround.views.pictures import drawn, embedded
 from fxround.views.table import Table, Value
 
 if TYPE_CHECKING:
     from fxround.significance.report import VariabilityReport
-
-DRAWN: Final = 400
 
 _CSS: Final = """
 :root{color-scheme:light}
@@ -81,9 +81,7 @@ def page(report: VariabilityReport) -> str:
 def document(title: str, parts: Iterable[str], data: str) -> str:
     """Return a whole HTML document of parts. data: JSON that it archives."""
     head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{_CSS}</style>"
-    archived = data.replace("</", "<\\/")
-    archive = f"<script type='application/json' id='report'>{archived}</script>"
-    body = f"<body><main>{''.join(parts)}</main>{archive}</body>"
+    body = f"<body><main>{''.join(parts)}</main>{embedded_json('report', data)}</body>"
     return f"<!doctype html><html lang='en'><head>{head}</head>{body}</html>\n"
 
 
@@ -149,10 +147,9 @@ def _cell(value: Value) -> str:
 def _graph(report: VariabilityReport) -> str:
     if report.graph is None:
         return "<p>No graph was captured.</p>"
-    graph = drawn(report.graph)
-    if len(graph) > DRAWN:
-        return f"<p>The graph has {len(graph)} operations, more than a page can show; see the table above.</p>"
-    return f"<div class='scroll graph'>{drawing(report)}</div>"
+    colouring = ByBits(report)
+    picture = embedded(report.graph, [colouring, ByPolicy(drawn(report.graph))], colouring.title)
+    return f"<div class='scroll graph'>{picture}</div>"
 
 
 def _repeat(report: VariabilityReport) -> str:
