@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import fxround
 from benchmarks.harness import table
-from fxround.invariance import AXES, AxisResult, InvarianceReport
+from fxround.invariance.cases import AXES
+from fxround.invariance.report import AxisResult, InvarianceReport
 from fxround.numerics.elementary import ELEMENTARY
 
 ROWS = 5

@@ -19,7 +19,7 @@ INTERRUPTED: Final = 130
 SAID: Final = "fxround: interrupted"
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """Whether this process runs ``fxround`` or ``python -m fxround``, whose first argument is ``-m`` until it runs."""
     first = sys.argv[0] if sys.argv else ""
     if first == "-m":
@@ -50,6 +50,6 @@ def interruptible() -> Iterator[None]:
 if (
     threading.current_thread() is threading.main_thread()
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    and _is_command()
+    and is_command()
 ):
     signal.signal(signal.SIGINT, _end)

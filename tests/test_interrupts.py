@@ -74,7 +74,7 @@ def test_only_the_command_ends_without_an_exception(
 ) -> None:
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys, "orig_argv", whole)
-    assert interrupts._is_command() is command
+    assert interrupts.is_command() is command
 
 
 def test_a_program_that_imports_fxround_keeps_its_handler() -> None:

@@ -13,7 +13,7 @@ del os.geteuid, os.getuid, os.register_at_fork, os.sched_getaffinity
 sys.modules.update(pwd=None, resource=None, fcntl=None)
 
 import fxround
-from fxround.cli.doctor import diagnose
+from fxround.cli.diagnosis import diagnose
 from fxround.runtime import disk_cache
 from fxround.significance.provenance import peak_memory
 

@@ -14,7 +14,7 @@ from host_hashes import PAGE, differing, stated
 from benchmarks import determinism
 from benchmarks.experiments import DIGITS_HASH, EARLY, EXPERIMENTS, TEXT_HASH
 from benchmarks.reproducibility import HASHES, POLICIES, SHOWN, elsewhere, run
-from fxround.invariance import AxisResult
+from fxround.invariance.report import AxisResult
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cuda.launcher import launching
 from fxround.training.updates import power

@@ -25,6 +25,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from fxround.cli.attribute import add_attribute
 from fxround.cli.compare import add_compare
@@ -39,7 +40,6 @@ from fxround.cli.perplexity import add_perplexity
 from fxround.cli.selftest import add_selftest
 from fxround.cli.tune import add_tune
 from fxround.cli.variability import add_variability
-from fxround.compiler.signature import REFUSED
 from fxround.errors import FxroundError
 from fxround.interrupts import INTERRUPTED, SAID, interruptible
 from fxround.version import VERSION
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a terminal or a pipe that lacks the characters of tables shows "?"
             stream.reconfigure(errors="replace")
     arguments = _parser().parse_args(argv)
+    # Here Ctrl-C still ends the process at once. An import that it interrupts may turn it into an error of its own.
+    import_module("fxround.module")
     try:
         with interruptible():
             status: int = arguments.command(arguments)
@@ -61,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fxround: {error}", file=sys.stderr)
         return 2
     except Exception as error:
+        from fxround.compiler.signature import REFUSED
+
         if REFUSED not in getattr(error, "__notes__", ()):
             raise
         print(f"fxround: the model refuses these inputs: {type(error).__name__}: {first_line(error)}", file=sys.stderr)

@@ -12,7 +12,6 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.attribution.attribute import attribute
 from fxround.cli.arguments import POLICY, add_model, put, said
 from fxround.cli.loading import loaded, named
 
@@ -45,6 +44,8 @@ def add_attribute(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Attribute, print, and return the exit status."""
+    from fxround.attribution.attribute import attribute
+
     model, inputs = loaded(arguments)
     functions: dict[str, Any] = {name: named(text) for name in ("output", "loss") if (text := getattr(arguments, name))}
     asked = {name: getattr(arguments, name) for name in ("probes", "formats", "check", "seed")}

@@ -16,7 +16,6 @@ from fxround.cli.arguments import add_metric_choices, add_model, metrics_of, put
 from fxround.cli.loading import loaded
 from fxround.errors import shown
 from fxround.interrupts import INTERRUPTED
-from fxround.tuning.compare import compare
 
 FAILS: Final = 1
 # A name of the caller's in front of a policy. No policy begins like this.
@@ -60,6 +59,8 @@ def add_compare(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit status."""
+    from fxround.tuning.compare import compare
+
     model, inputs = loaded(arguments)
     report = compare(
         model,

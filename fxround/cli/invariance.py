@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
+from fxround.choices import INVARIANCE_AXES, REPRODUCIBLE
 from fxround.cli.arguments import add_model, put, said
 from fxround.cli.loading import loaded
-from fxround.invariance.cases import AXES
-from fxround.invariance.check import REPRODUCIBLE, check_invariance
 
 STOCK: Final = "none"
 
@@ -28,7 +27,8 @@ def add_invariance(commands: Any) -> None:
     parser.add_argument(
         "--policy", default=REPRODUCIBLE, help=f"a policy, or {STOCK} for stock PyTorch (default {REPRODUCIBLE})"
     )
-    parser.add_argument("--axes", default=",".join(AXES), help=f"some of {','.join(AXES)} (default all)")
+    axes = ",".join(INVARIANCE_AXES)
+    parser.add_argument("--axes", default=axes, help=f"some of {axes} (default all)")
     parser.add_argument("--gradients", action="store_true", help="compare gradients as well")
     parser.add_argument("--dim", type=int, default=0, help="batch dimension of the arguments (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
@@ -37,6 +37,8 @@ def add_invariance(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, print, and return the exit status."""
+    from fxround.invariance.check import check_invariance
+
     model, inputs = loaded(arguments)
     report = check_invariance(
         model,

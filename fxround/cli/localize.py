@@ -14,12 +14,10 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from fxround.choices import LEVELS, QUIET
 from fxround.cli.arguments import POLICY, add_metric_choices, add_model, metrics_of, put, said
 from fxround.cli.loading import loaded, named
 from fxround.interrupts import INTERRUPTED
-from fxround.localization.localize import NothingFails, localize
-from fxround.localization.masked_model import QUIET
-from fxround.localization.report import LEVELS
 
 FAILS: Final = 1
 
@@ -67,6 +65,8 @@ def add_localize(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
+    from fxround.localization.localize import NothingFails, localize
+
     model, inputs = loaded(arguments)
     metrics = metrics_of(arguments.metric[:1] if arguments.metric else (), arguments)
     named_check = named(arguments.check) if arguments.check else None

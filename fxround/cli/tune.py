@@ -12,12 +12,10 @@ import argparse
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from fxround.choices import PASSES, Cost, Per, Proof
 from fxround.cli.arguments import add_metric_choices, add_model, metrics_of, put, said
 from fxround.cli.loading import loaded
 from fxround.interrupts import INTERRUPTED
-from fxround.tuning.parts import Cost, Per
-from fxround.tuning.search import PASSES, Proof
-from fxround.tuning.tune import tune
 
 FAILS: Final = 1
 
@@ -70,6 +68,8 @@ def add_tune(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Search, print, and return the exit status."""
+    from fxround.tuning.tune import tune
+
     model, inputs = loaded(arguments)
     asked = ("budget", "formats", "bits", "per", "cost", "proof", "runs", "samples", "batch_size", "seed", "path")
     report = tune(

@@ -5,9 +5,3 @@ Example::
     fxround.check_invariance(model, x).check()              # batch, slice, stride, threads, instruction set, process
     fxround.check_invariance(model, x, policy=None)         # the same check of stock PyTorch
 """
-
-from fxround.invariance.cases import AXES
-from fxround.invariance.check import check_invariance
-from fxround.invariance.report import AxisResult, InvarianceReport, NotInvariant
-
-__all__ = ["AXES", "AxisResult", "InvarianceReport", "NotInvariant", "check_invariance"]

@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fxround.choices import INVARIANCE_AXES
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.significance.inputs import ModelCall
 
@@ -168,20 +169,16 @@ def process(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     yield CaseGroup("here and in a new process", cases)
 
 
-AXES: Final = MappingProxyType(
-    {
-        axis.name: axis
-        for axis in (
-            Axis("batch", "how many other rows there are", batch),
-            Axis("slice", "where a row stands, and what its batch was cut out of", slices),
-            Axis("stride", "the memory layout of the arguments", stride),
-            Axis("threads", "how many threads work", threads),
-            Axis("isa", "which instruction set the kernels use", isa),
-            Axis("device", "which device the model is on", device),
-            Axis("process", "which process runs", process),
-        )
-    }
-)
+_CASES: Final = {
+    "batch": batch,
+    "slice": slices,
+    "stride": stride,
+    "threads": threads,
+    "isa": isa,
+    "device": device,
+    "process": process,
+}
+AXES: Final = MappingProxyType({name: Axis(name, meaning, _CASES[name]) for name, meaning in INVARIANCE_AXES.items()})
 
 
 def rows_of(call: ModelCall, dim: int) -> int:

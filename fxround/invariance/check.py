@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxround.choices import REPRODUCIBLE
 from fxround.compiler.signature import require_module
 from fxround.errors import FxroundError, shown, type_of
 from fxround.exported.program import LoadedModule
@@ -28,8 +29,6 @@ from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.significance.inputs import ModelCall, calls
-
-REPRODUCIBLE = "reproducible"
 
 
 def check_invariance(

@@ -18,11 +18,12 @@ from typing import Any
 
 from torch import nn
 
+from fxround.choices import LEVELS, QUIET, Level
 from fxround.compiler.signature import require_module
 from fxround.errors import shown
 from fxround.localization.checks import CheckLike, compares, parse_check, require_check
-from fxround.localization.masked_model import QUIET, Masked
-from fxround.localization.report import LEVELS, Level, LocalizeReport
+from fxround.localization.masked_model import Masked
+from fxround.localization.report import LocalizeReport
 from fxround.localization.search import NothingFails, Search
 from fxround.localization.verdicts import Verdicts
 from fxround.module.rounded_module import PolicyLike

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from fxround.attribution.attribute import shares_of
 from fxround.attribution.subject import Subject
 from fxround.capture import Captured
+from fxround.choices import QUIET
 from fxround.errors import UnsupportedOperator
 from fxround.fingerprint import hash
 from fxround.graph.dialect import loops_of
@@ -40,7 +41,6 @@ from fxround.policy import Assignment, Policy
 from fxround.significance.inputs import ModelCall, calls
 from fxround.significance.places import undrawn
 
-QUIET: Final = "reproducible"
 MEMORY: Final = 2**30
 
 Values = dict[str, Any]

@@ -15,9 +15,6 @@ from fxround.views.table import Table, Tabled
 
 CONFIDENCE: Final = 0.95
 
-Level = Literal["modules", "nodes", "elements"]
-LEVELS: Final[tuple[Level, ...]] = ("modules", "nodes", "elements")
-
 _ENDED: Final = {"interrupted": "Interrupted", "limit": "Stopped at the limit of sets"}
 
 

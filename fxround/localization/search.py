@@ -17,13 +17,14 @@ from typing import Final, Literal
 import networkx as nx
 from torch import fx
 
+from fxround.choices import Level
 from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.graph.site import located
 from fxround.graph.source_lines import innermost
 from fxround.localization.cancellation import Cancellation, cancelled
 from fxround.localization.delta_debugging import Branches, Units, disjoint, halves, likely, minimal
 from fxround.localization.remedy import remaining, remedy
-from fxround.localization.report import Blame, Culprits, Level, LocalizeReport
+from fxround.localization.report import Blame, Culprits, LocalizeReport
 from fxround.localization.verdicts import Ranges, Verdicts
 from fxround.numerics.lazy import cached_property
 from fxround.policy import Policy

@@ -14,11 +14,12 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 from torch import fx, nn
 
 from fxround.attribution.sites import SiteLosses
+from fxround.choices import Cost, Per
 from fxround.errors import PolicyError, shown
 from fxround.graph.site import Site, site
 from fxround.graph.values import memory_of
@@ -33,8 +34,6 @@ from fxround.tuning.costs import Stores, stores_of
 from fxround.tuning.weights import parameters_read, readers_of
 from fxround.views.graph_views import located_nodes
 
-Per = Literal["layer", "operator"]
-Cost = Literal["weights", "activations", "both"]
 # A path, and if parts are operators an operator and its kind; else two empty texts.
 Key = tuple[str, str, str]
 # A format for each part, by its position.

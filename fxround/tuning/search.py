@@ -22,17 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Literal
 
+from fxround.choices import PASSES, Proof
 from fxround.localization.delta_debugging import Units, halves, minimal
 from fxround.tuning.goals import Goal
 from fxround.tuning.parts import Assignment
 from fxround.tuning.programs import Program
 from fxround.tuning.trials import Stopped, Trials
-
-Proof = Literal["monotone", "all"]
-# Passes over the data up to which a search looks for better assignments without being told.
-PASSES: Final = 40
 
 
 @dataclass
@@ -332,4 +329,4 @@ def with_format(assignment: Assignment, part: int, given: int) -> Assignment:
     return (*assignment[:part], given, *assignment[part + 1 :])
 
 
-__all__ = ["PASSES", "Proof", "Search", "with_format"]
+__all__ = ["Search", "with_format"]

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxround.attribution.report import DOUBT
+from fxround.choices import PASSES, Cost, Per, Proof
 from fxround.compiler.signature import require_module
 from fxround.runtime.draw import Draw
 from fxround.significance.inputs import positive
@@ -24,9 +25,9 @@ from fxround.significance.progress import progress as shown_progress
 from fxround.significance.study import interruptible
 from fxround.tuning.costs import stores_of
 from fxround.tuning.goals import Goal, goal_of, require_budget
-from fxround.tuning.parts import Assignment, Cost, Formats, Part, PartCosts, Per, known_word, part_costs, parts_of
+from fxround.tuning.parts import Assignment, Formats, Part, PartCosts, known_word, part_costs, parts_of
 from fxround.tuning.programs import Program
-from fxround.tuning.search import PASSES, Proof, Search, with_format
+from fxround.tuning.search import Search, with_format
 from fxround.tuning.sensitivities import Sensitivities, attributed, measured
 from fxround.tuning.studies import captured, described_by, metrics_of, several
 from fxround.tuning.trials import Stopped, Trials

@@ -17,7 +17,7 @@ import torch
 
 import fxround
 from fxround import cli, demo
-from fxround.cli import doctor, loading
+from fxround.cli import diagnosis, loading
 from fxround.compiler.torch_version import Standing
 from fxround.views.graph_views import to_networkx
 
@@ -215,18 +215,18 @@ def test_doctor_prints_what_the_installation_is_made_of(capsys: pytest.CaptureFi
 def test_doctor_says_which_extra_lacks_what(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name in ("pandas", "joblib") else known(name))
+    known = diagnosis.version_of
+    monkeypatch.setattr(diagnosis, "version_of", lambda name: "" if name in ("pandas", "joblib") else known(name))
     declared = Message()
     for extra in ("report", "demo", "distributed", "dev"):
         declared["Provides-Extra"] = extra
     for line in ('pandas>=2; extra == "report"', 'fxround[report]; extra == "demo"', "torch>=2"):
         declared["Requires-Dist"] = line
     declared["Requires-Dist"] = 'joblib>=1.4; extra == "distributed"'
-    monkeypatch.setattr(doctor, "metadata", lambda name: declared)
+    monkeypatch.setattr(diagnosis, "metadata", lambda name: declared)
     status, text, _ = run(capsys, "doctor")
     assert status == 0
-    assert doctor.diagnose().missing == {"report": ("pandas",), "demo": ("pandas",), "distributed": ("joblib",)}
+    assert diagnosis.diagnose().missing == {"report": ("pandas",), "demo": ("pandas",), "distributed": ("joblib",)}
     assert "joblib missing: pip install 'fxround[distributed]'" in text
 
 
@@ -243,7 +243,7 @@ def test_doctor_ends_with_status_1_where_the_core_is_broken(
     broken: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in broken.items():
-        monkeypatch.setattr(doctor, name, value)
+        monkeypatch.setattr(diagnosis, name, value)
     status, text, _ = run(capsys, "doctor")
     assert status == 1 and "BROKEN: " in text and message in text
 

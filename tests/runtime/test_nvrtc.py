@@ -23,7 +23,7 @@ import fxround
 from benchmarks.cuda import ARCHITECTURES, faults_of, resources, sanitized, texts_of
 from benchmarks.cuda import main as benchmark
 from fxround import cli
-from fxround.cli.doctor import diagnose
+from fxround.cli.diagnosis import diagnose
 from fxround.errors import FxroundError
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.maps import map_kernel

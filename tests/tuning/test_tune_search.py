@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from fxround.choices import PASSES
 from fxround.significance.metrics import METRICS
 from fxround.tuning.goals import Goal, goal_of, require_budget
 from fxround.tuning.parts import Assignment
 from fxround.tuning.programs import Program
-from fxround.tuning.search import PASSES, Search
+from fxround.tuning.search import Search
 from fxround.tuning.trials import Stopped, Trial
 
 

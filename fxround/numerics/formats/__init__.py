@@ -10,4 +10,6 @@ keeps the values of a narrow format in a wider carrier (binary32 or binary64), w
 from fxround.numerics.formats.format import Format, Overflow, candidates, number, spelt
 from fxround.numerics.formats.rows import FORMATS, TABLES
 
-__all__ = ["FORMATS", "TABLES", "Format", "Overflow", "candidates", "number", "spelt"]
+table = Format.table
+
+__all__ = ["FORMATS", "TABLES", "Format", "Overflow", "candidates", "number", "spelt", "table"]
