@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,3 +164,17 @@ def test_attribution_refuses_what_it_cannot_know(text: str, said: str) -> None:
     policy = Policy("p", (Rule(rounding=text, operator="aten.mul.Tensor"),))
     with pytest.raises(fxround.UnsupportedRounding, match=said):
         fxround.attribute(Scaled(), X.double(), policy=policy)
+
+
+@pytest.mark.parametrize(
+    "rule", [Rule(rounding="dtype/mca:12", operands="dtype/mca:12"), Rule(operands="bfloat16/stochastic")]
+)
+@pytest.mark.parametrize("function", [torch.fft.rfft, torch.linalg.cholesky])
+def test_a_call_with_gradients_draws_the_bits_of_one_without(function: Any, rule: Rule) -> None:
+    """Stages of a transform and blocks of a factorization read concatenations, which no operation computes."""
+    matrix = X[:36].reshape(6, 6)
+    matrix = matrix @ matrix.T + 100 * torch.eye(6)
+    compiled = fxround.compile(function, Policy("drawn", (rule,)))
+    result = compiled(matrix)
+    assert torch.equal(compiled(matrix.clone().requires_grad_()), result)
+    assert not torch.equal(fxround.compile(function, "reproducible")(matrix), result)

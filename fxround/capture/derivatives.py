@@ -33,7 +33,7 @@ from fxround.capture.undifferentiated import CONSTANT
 from fxround.errors import CaptureError
 from fxround.graph.dialect import graphs_of
 from fxround.graph.generated_code import forgotten_sources
-from fxround.graph.site import FREE, META, PORT, PORTS, REPEATED, Port, Site, located
+from fxround.graph.site import META, PORT, PORTS, REPEATED, TAKEN, Port, Site, located
 
 # What the nodes of the traced graph keep of their origin.
 _ORIGIN: Final = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "val", CONSTANT)
@@ -243,8 +243,7 @@ def _repeat(joint: fx.GraphModule, source: fx.GraphModule) -> None:
             node.meta[REPEATED] = site
         if CONSTANT in match.meta:
             node.meta[CONSTANT] = True
-    numbers = [node.meta[META].number for node in source.graph.nodes if META in node.meta]
-    joint.graph.output_node().meta[FREE] = 2 + max(numbers, default=-2)
+    joint.graph.output_node().meta[TAKEN] = {n.meta[META].number for n in source.graph.nodes if META in n.meta}
 
 
 def _named(captured: Captured, source: fx.GraphModule) -> Captured:

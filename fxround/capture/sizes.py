@@ -73,12 +73,19 @@ def sizes_of(values: Sequence[Any]) -> Sizes:
             dimensions.append(None)
             continue
         sizes: list[Any] = list(value.shape)
-        dimensions.append(tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes))
+        dimensions.append(tuple(map(_expression, sizes)))
         environment = next((s.node.shape_env for s in sizes if isinstance(s, torch.SymInt)), environment)
     if environment is None:
         return Sizes(tuple(dimensions))
     conditions = [environment.replace(guard.expr) for guard in environment.guards]
     return Sizes(tuple(dimensions), tuple(c for c in dict.fromkeys(conditions) if c != True))  # noqa: E712 (sympy)
+
+
+def _expression(size: Any) -> Any:
+    """Return a size as an expression. An empty example is right for no other size, also where nothing reads it."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return 0 if size.node.hint == 0 else size.node.expr
 
 
 def ask_arguments_for_sizes(graph: fx.GraphModule) -> None:

@@ -26,8 +26,8 @@ PORTS: Final = "fxround_ports"  # of the output node: one for each output
 ORIGIN: Final = "fxround_origin"
 # The Site of the value of another graph that a node computes again: it is rounded and draws as that one.
 REPEATED: Final = "fxround_repeated"
-# Of the output node: the first number that no value of that graph has.
-FREE: Final = "fxround_free"
+# Of the output node: the numbers of the values of that graph.
+TAKEN: Final = "fxround_taken"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]
 Direction = Literal["forward", "backward", "update"]

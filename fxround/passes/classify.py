@@ -23,12 +23,12 @@ from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
 from fxround.graph.dialect import is_loop, loops_of
 from fxround.graph.site import (
     DIRECTION,
-    FREE,
     META,
     PORT,
     PORTS,
     REPEATED,
     ROLE,
+    TAKEN,
     Direction,
     Port,
     Site,
@@ -45,7 +45,7 @@ from fxround.operators.formulas.table import makes_statistics
 from fxround.operators.rules import CONSTANTS, rule_of
 from fxround.passes import streams
 from fxround.passes.loops import carried_role, enter
-from fxround.passes.rewrite import Plan
+from fxround.passes.rewrite import Plan, moved_by
 
 _DIFFERENTIAL: Final = frozenset({"error", "gradient"})
 _STATE: Final = frozenset({"weight", "buffer", "constant", "statistic"})
@@ -97,10 +97,11 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
 def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
     """Return the stream of each value.
 
-    Values that the results need come first, then inputs and constants, then gradients, then the rest. A value therefore
-    has the same number with and without gradients, and the number does not depend on how data is moved, which differs
-    if the batch is symbolic. Values that are computed again (``REPEATED``) have their numbers already, and new ones
-    follow.
+    Values that the results need come first, then inputs and constants, then gradients, then the rest. Values that are
+    moved have numbers of their own, in the same order, and first those that are no view or copy of one other value. A
+    value therefore has the same number with and without gradients, and the number does not depend on how data is moved,
+    which differs if the batch is symbolic. Values that are computed again (``REPEATED``) have their numbers already,
+    and new ones follow.
     """
     output = graph.graph.output_node()
     results = outputs_of(graph)
@@ -114,8 +115,13 @@ def _numbers(graph: fx.GraphModule) -> dict[fx.Node, int]:
             first.add(node)
     values = [n for n in graph.graph.nodes if (float_value(n) is not None or is_loop(n)) and not _is_number(n)]
     own = [node for node in values if REPEATED not in node.meta and node.target is not _ALIAS]
-    ordered = sorted(own, key=lambda node: _turn(node, node in first))
-    return dict(zip(ordered, streams.of_values(output.meta.get(FREE, 0), len(ordered)), strict=True))
+    taken = output.meta.get(TAKEN, ())
+    computed = sorted((n for n in own if not _only_moves(n)), key=lambda node: _turn(node, node in first))
+    moved = sorted(filter(_only_moves, own), key=lambda node: (node not in first, moved_by(node) is not None))
+    return {
+        **dict(zip(computed, streams.of_values(taken, len(computed)), strict=True)),
+        **dict(zip(moved, streams.of_values(taken, len(moved), moved=True), strict=True)),
+    }
 
 
 def _turn(node: fx.Node, first: bool) -> int:
@@ -125,9 +131,15 @@ def _turn(node: fx.Node, first: bool) -> int:
     """
     if node.op != "call_function" or str(node.target) in CONSTANTS:
         return 1 if first else 3
+    return 0 if first else 2
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether the node moves values, and is no constant."""
+    if node.op != "call_function" or str(node.target) in CONSTANTS:
+        return False
     rule = rule_of(node)
-    moved = node.target in (MARKED, MARKED_GRADIENT) or (rule is not None and rule.kind == "movement")
-    return 3 if moved else 0 if first else 2
+    return node.target in (MARKED, MARKED_GRADIENT) or (rule is not None and rule.kind == "movement")
 
 
 def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
@@ -259,18 +271,25 @@ def _site(node: fx.Node, roles: Mapping[fx.Node, str]) -> Site:
         return replace(place, operator=operator_of(node), kind="opaque", role="activation", status="integer")
     if node.target is torch.ops.aten.view_as_real.default:
         return replace(place, operator=operator_of(node), kind="movement", role="activation", status="movement")
-    if any(map(is_complex, node.all_input_nodes)):
+    if any(map(is_complex, node.all_input_nodes)) and not _is_result_of_loop(node):
         # The parts stand for the operation that made the numbers.
         is_part = node.target is torch.ops.aten.view_as_real_copy.default
         maker = node.all_input_nodes[0] if is_part else node
         if maker.op == "placeholder":
             return _site(maker, roles)
+        if _is_result_of_loop(maker):
+            return replace(place, operator=operator_of(node), kind="movement", role="activation", status="movement")
         return replace(place, operator=operator_of(maker), kind="opaque", role="activation", reason=_COMPLEX)
     if is_loop(node):
         return replace(place, kind=kind, role=_role(node, kind, roles), status="integer")
     status, reason = _status(node, kind, rule.reason if rule else f"fxround has no rule for {place.operator}")
     named = replace(place, operator=operator_of(node), kind=kind, role=_role(node, kind, roles))
     return replace(named, status=status, reason=reason)
+
+
+def _is_result_of_loop(node: fx.Node) -> bool:
+    """Whether the node takes a result of a loop, whose body has rounded it."""
+    return node.target is operator.getitem and is_loop(node.args[0])  # type: ignore[arg-type]
 
 
 def _consumer(node: fx.Node) -> fx.Node:

@@ -14,7 +14,9 @@ with different numbers have independent bits. The numbers are 32 bits wide, and 
     7 * 2^29        as from 3 * 2^29, for faults of the scales of the operand's blocks
 
 The numbers of values are even and below 2^22, so that a value has room for 64 roundings as an operand, and none of
-these ranges meets the next. Files of graphs and published results depend on all of this.
+these ranges meets the next. Values that an operator moves, such as those of a concatenation, have the numbers from 2^21
+on: how many of them a graph has does not change the numbers of what it computes, and the reverse. Files of graphs and
+published results depend on all of this.
 
 What shares bits:
 
@@ -35,6 +37,7 @@ What does not:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal
 
 from fxround.errors import UnsupportedRounding
@@ -47,20 +50,25 @@ _OPERANDS: Final = 1 << 28
 _FAULTS: Final[dict[Part, int]] = {"elements": 1 << 30, "scales": 1 << 31, "tensor": 5 << 29}
 _OPERAND_FAULTS: Final[dict[Part, int]] = {"elements": 3 << 29, "scales": 7 << 29, "tensor": 6 << 29}
 _NUMBERS: Final = 1 << 22
+_MOVED: Final = _NUMBERS // 2
 # Eight times the difference of two numbers, which is even.
 _ROW: Final = 16
 _ROUNDINGS: Final = 64
 
 
-def of_values(first: int, count: int) -> range:
-    """Return the numbers of ``count`` values, which are even and begin with ``first``.
+def of_values(taken: Iterable[int], count: int, moved: bool = False) -> range:
+    """Return the numbers of ``count`` values, which are even and follow those that are ``taken``.
+
+    moved: whether operators move the values, or compute them.
 
     Raises UnsupportedRounding if there are too many values.
     """
-    if first + 2 * count > _NUMBERS:
+    begin, end = (_MOVED, _NUMBERS) if moved else (0, _MOVED)
+    first = 2 + max((number for number in taken if begin <= number < end), default=begin - 2)
+    if first + 2 * count > end:
         raise UnsupportedRounding(
-            f"the graph has {first // 2 + count} values, and there are random streams for {_NUMBERS // 2}; compile "
-            "parts of the model on their own"
+            f"the graph has {(first - begin) // 2 + count} values{' that are moved' * moved}, and there are random "
+            f"streams for {(end - begin) // 2}; compile parts of the model on their own"
         )
     return range(first, first + 2 * count, 2)
 

@@ -34,7 +34,8 @@ def wasserstein(samples: Tensor, others: Tensor) -> Tensor:
         others: real numbers of shape [m, ...] with the same grid; m may differ from n.
 
     Returns:
-        float64 of the grid's shape. NaN where a sample is NaN, else infinite where a sample is infinite.
+        float64 of the grid's shape. NaN where a sample is NaN, else infinite where a sample is infinite or the distance
+        is beyond float64.
 
     Raises:
         TypeError: for what is no tensor of real numbers.
@@ -64,16 +65,21 @@ def _distances(a: Tensor, b: Tensor) -> Tensor:
     """Return the distance of the numbers of each row: [points, n] and [points, m] to [points]."""
     a, b = a.sort(1).values.contiguous(), b.sort(1).values.contiguous()
     n, m = a.shape[1], b.shape[1]
+    # A power of two changes no digit of numbers this large; neither differences nor sums of n of them overflow then.
+    largest = torch.maximum(a.abs().amax(1), b.abs().amax(1))
+    scale = torch.where(largest > 2.0**900, 2.0**-100, 1.0)
+    p, q = a * scale.unsqueeze(1), b * scale.unsqueeze(1)
     if n == m:
-        found = (a - b).abs().mean(1)
+        distance = (p - q).abs().mean(1)
     else:
-        both = torch.cat([a, b], 1).sort(1).values
-        counts = [torch.searchsorted(x, both[:, :-1].contiguous(), right=True).double() for x in (a, b)]
-        found = ((counts[0] / n - counts[1] / m).abs() * both.diff(dim=1)).sum(1)
+        both = torch.cat([p, q], 1).sort(1).values
+        counts = [torch.searchsorted(x, both[:, :-1].contiguous(), right=True).double() for x in (p, q)]
+        distance = ((counts[0] / n - counts[1] / m).abs() * both.diff(dim=1)).sum(1)
+    distance = distance / scale
     # NaNs are sorted to the end.
     infinite = a.isinf().any(1) | b.isinf().any(1)
-    found = torch.where(infinite, torch.inf, found)
-    return torch.where(a[:, -1].isnan() | b[:, -1].isnan(), torch.nan, found)
+    distance = torch.where(infinite, torch.inf, distance)
+    return torch.where(a[:, -1].isnan() | b[:, -1].isnan(), torch.nan, distance)
 
 
 def _require_samples(name: str, x: Any) -> None:

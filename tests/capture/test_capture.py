@@ -225,6 +225,16 @@ def test_an_empty_batch_has_a_graph_of_its_own(asked: Callable[[Tensor], bool], 
     assert torch.equal(fxround.load(compiled.export(tmp_path / "empty.pt2", empty))(empty), model(empty))
 
 
+@pytest.mark.parametrize("size", [0, 1, 2, 5])
+def test_an_argument_that_nothing_reads_may_be_empty(size: int) -> None:
+    compiled = fxround.compile(lambda x, unread: x + 1, "reproducible")
+    for batch in (0, 3):
+        assert compiled(torch.zeros(batch, 2), torch.zeros(size, 3)).tolist() == [[1, 1]] * batch
+    asked = fxround.compile(lambda x, y: x + 1 if len(y) else x - 1, "reproducible")
+    for batch in (3, size, 3):
+        assert asked(torch.zeros(2), torch.zeros(batch, 3)).tolist() == ([1, 1] if batch else [-1, -1])
+
+
 def test_a_condition_on_the_batch_size_is_asked_again() -> None:
     model, compiled = Sizes(), fxround.compile(Sizes(), "identity")
     for batch in (4, 1, 9, 7, 2, 8):

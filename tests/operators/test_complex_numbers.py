@@ -13,6 +13,7 @@ from array_rationals import Arrays, condition
 from formula_rationals import Arithmetic
 from rationals import Array
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 import fxround
 from fxround import Policy, Rule
@@ -213,6 +214,49 @@ def test_gradients_are_products_with_conjugates() -> None:
     (a, b), (c, d), (e, f) = parts(z), parts(w), parts(g)
     assert_parts(z.grad, mm(o, (e, f), (c, -d)))
     assert_parts(w.grad, mm(o, (e.T, f.T), (a, -b)))
+
+
+def test_a_buffer_that_is_a_conjugate_has_gradients_through_it() -> None:
+    class Turned(nn.Module):
+        w: Tensor
+
+        def __init__(self, w: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("w", w.conj())
+
+        def forward(self, z: Tensor) -> Tensor:
+            return z * self.w
+
+    o = arrays_of("bfloat16", "binary32")
+    z, w = (x[1:3, 2:5].nan_to_num().clone() for x in drawn("bfloat16"))
+    g = z.flip(0).contiguous()
+    (c, d), x = parts(w), z.requires_grad_()
+    result = fxround.compile(Turned(w), policy_of("bfloat16", "binary32"), strict=True)(x)
+    assert_parts(result, times(o, parts(z), (c, -d)))
+    result.backward(g)
+    assert x.grad is not None
+    assert_parts(x.grad, times(o, parts(g), (c, d)))
+
+
+@pytest.mark.parametrize("value, step", ROUNDINGS)
+def test_a_loop_has_a_complex_state(value: str, step: str) -> None:
+    """c * c + x for each row x, and a real result of the same loop, which reads c and x."""
+    o = arrays_of(value, step)
+    z = fxround.round(torch.linspace(-1, 1, 24).reshape(3, 4, 2), value)
+
+    def loop(z: Tensor) -> Any:
+        return scan(lambda c, x: (c * c + x, c.real + x.imag), z[0].clone(), z)
+
+    compiled = fxround.compile(loop, policy_of(value, step), strict=True)
+    last, rows = compiled(torch.view_as_complex(z))
+    assert not compiled.coverage().unrounded
+    state = parts(torch.view_as_complex(z[0]))
+    for x, row in zip(torch.view_as_complex(z), rows, strict=True):
+        re, im = parts(x)
+        assert row.tolist() == o.add(state[0], im).tolist()
+        square = times(o, state, state)
+        state = o.add(square[0], re), o.add(square[1], im)
+    assert_parts(last, state)
 
 
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic", "up_down"])

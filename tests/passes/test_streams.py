@@ -22,7 +22,12 @@ def at(number: int) -> Site:
 
 def test_streams_of_different_draws_differ() -> None:
     """Of the first and last values: all that a value draws as, once each."""
-    numbers = (*of_values(0, 40), *of_values(MOST - 80, 40))
+    numbers = (
+        *of_values((), 40),
+        *of_values([MOST // 2 - 82], 40),
+        *of_values((), 40, moved=True),
+        *of_values([MOST - 82], 40, moved=True),
+    )
     own = [*numbers, *map(second, numbers)]
     operands = [of_operand(at(n), i) for n in numbers for i in range(64)]
     parts: tuple[Part, ...] = get_args(Part)
@@ -34,7 +39,8 @@ def test_streams_of_different_draws_differ() -> None:
 
 def test_numbers_stay_as_they_were() -> None:
     """Saved programs and results that people compare depend on them."""
-    assert list(of_values(6, 3)) == [6, 8, 10] and second(8) == 9
+    assert list(of_values([4, MOST // 2], 3)) == [6, 8, 10] and second(8) == 9
+    assert list(of_values([4, MOST // 2], 2, moved=True)) == [MOST // 2 + 2, MOST // 2 + 4]
     assert [of_operand(at(6), i) for i in (0, 15)] == [(1 << 28) + 48, (1 << 28) + 63]
     operand = of_operand(at(6), 1)
     assert [of_fault(6, 3), of_fault(operand, 2)] == [(1 << 30) + 27, (3 << 29) + 198]
@@ -43,10 +49,10 @@ def test_numbers_stay_as_they_were() -> None:
 
 
 def test_a_graph_with_too_many_values_is_refused() -> None:
-    assert of_values(MOST - 2, 1) == range(MOST - 2, MOST, 2)
-    with pytest.raises(
-        UnsupportedRounding, match="the graph has 2097153 values, and there are random streams for 2097152"
-    ):
-        of_values(MOST - 2, 2)
+    assert of_values([MOST - 4], 1, moved=True) == range(MOST - 2, MOST, 2)
+    with pytest.raises(UnsupportedRounding, match="1048577 values, and there are random streams for 1048576"):
+        of_values([MOST // 2 - 4], 2)
+    with pytest.raises(UnsupportedRounding, match=r"1048577 values that are moved, and .* for 1048576"):
+        of_values([MOST - 4], 2, moved=True)
     with pytest.raises(UnsupportedRounding, match="layer"):
         of_operand(at(0), 64)

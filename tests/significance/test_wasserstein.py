@@ -37,6 +37,18 @@ def test_a_shift_is_the_distance_and_samples_have_no_order() -> None:
     assert fxround.wasserstein(torch.tensor([[0], [2]]), torch.tensor([[1]])).item() == 1
 
 
+def test_the_largest_numbers_have_a_distance() -> None:
+    """8 numbers of a size that a sum of two overflows: every figure is a power of two times a small whole number."""
+    most = 2.0**1023
+    a = torch.full((8, 2), most, dtype=torch.float64)
+    a[:, 1] = 0.75
+    assert fxround.wasserstein(a, a / 2).tolist() == [most / 2, 0.375]
+    assert fxround.wasserstein(a, a[:3] / 2).tolist() == [most / 2, 0.375]
+    mixed = torch.tensor([[most], [-most]], dtype=torch.float64)
+    assert fxround.wasserstein(mixed, mixed[[0, 1, 1, 1]]).item() == most / 2
+    assert fxround.wasserstein(mixed[:1], mixed[1:]).item() == math.inf
+
+
 @pytest.mark.parametrize("m", [4, 3])
 def test_a_run_that_diverged_shows_at_its_points_alone(m: int) -> None:
     a, b = torch.rand(4, 3), torch.rand(m, 3)

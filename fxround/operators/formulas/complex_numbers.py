@@ -36,7 +36,7 @@ def parts_of(x: Any, dtype: torch.dtype | None = None) -> Parts:
     dtype = dtype or part_dtype(x.dtype)
     if not x.is_complex():
         return x.to(dtype), None
-    both = torch.view_as_real(x)
+    both = torch.view_as_real(x.resolve_conj())
     return both.select(-1, 0).to(dtype), both.select(-1, 1).to(dtype)
 
 
