@@ -20,7 +20,7 @@ from fxround.invariance.cases import STOCK_SETS
 from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 
-NAMED = ("pictures", "walk", "tables", "explore", "mutants")
+NAMED = ("pictures", "walk", "tables", "explore", "mutants", "graph_pages")
 
 
 def main() -> None:
