@@ -21,6 +21,9 @@ DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "me
 _OTHER_PAGES: Final = (
     "complex.md",
     "few-bits.md",
+    "gallery/faces.md",
+    "gallery/images.md",
+    "gallery/sentences.md",
     "linear-algebra.md",
     "platforms.md",
     "published.md",
@@ -29,7 +32,7 @@ _OTHER_PAGES: Final = (
 OF_OTHER_TABLES: Final = tuple(ROOT / "docs" / page for page in _OTHER_PAGES)
 RESULTS: Final = ROOT / "benchmarks" / "results"
 # What a table says of its measurement, in this order, and the words before it.
-CONDITIONS: Final = {"command": "", "machine": "", "date": "", "torch": "torch ", "load": "load "}
+CONDITIONS: Final = {"command": "", "machine": "", "date": "", "torch": "torch ", "packages": "", "load": "load "}
 # Results of another form.
 OTHERS: Final = ("bits", "torch_names")
 _MARKED: Final = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

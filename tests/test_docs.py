@@ -29,7 +29,7 @@ from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.significance.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -149,8 +149,9 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    navigation = re.findall(r"^ +- .*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(navigation) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    navigation = re.findall(r"^ +- .*: ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    docs = ROOT / "docs"
+    assert sorted(navigation) == sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md"))
 
 
 def test_docstrings_become_lists_and_code() -> None:

@@ -178,7 +178,11 @@ def _of_batch(model: nn.Module, batch: Any) -> ModelCall:
     if not isinstance(batch, list | tuple):
         raise TypeError(f"a batch is {type_of(batch)}; expected a tensor, a mapping, or a tuple of tensors")
     parts = tuple(batch)
-    if tuple(map(type, parts[:-1])) in ((tuple, dict), (list, dict)) and isinstance(parts[-1], Tensor):
+    if tuple(map(type, parts[:-1])) in ((tuple, dict), (list, dict)):
+        if not isinstance(parts[-1], Tensor):
+            raise TypeError(
+                f"the target of a batch is {type_of(parts[-1])}; expected a tensor: join several by torch.cat"
+            )
         return ModelCall(tuple(parts[0]), parts[1], target=parts[-1])
     if _takes(model, parts):
         _require_needed(model, parts)
