@@ -23,6 +23,7 @@ _OTHER_PAGES: Final = (
     "few-bits.md",
     "gallery/faces.md",
     "gallery/images.md",
+    "gallery/pitch.md",
     "gallery/sentences.md",
     "linear-algebra.md",
     "platforms.md",

