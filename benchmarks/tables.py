@@ -21,6 +21,7 @@ DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "me
 _OTHER_PAGES: Final = (
     "complex.md",
     "few-bits.md",
+    "graphs.md",
     "gallery/faces.md",
     "gallery/images.md",
     "gallery/pitch.md",
