@@ -10,6 +10,7 @@ model is an error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -233,6 +234,7 @@ class Policy:
                 )
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)
     def preset(name: str) -> Policy:
         """Return the preset of this name, in capitals or not, or the policy of a format or rounding.
 

@@ -53,9 +53,7 @@ class Watched(TorchDispatchMode):
         Raises ValueError if it changes a tensor from outside in place.
         """
         kwargs = kwargs or {}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if func in _FRESH:
-            tensors = []
+        tensors = [] if func in _FRESH else list(_tensors_of((args, kwargs)))
         for x in _written(func, args, kwargs):
             if memory_of(x) not in self._own:
                 raise ValueError(
@@ -66,11 +64,10 @@ class Watched(TorchDispatchMode):
         self._operations.append((func, places, _numbers(func, args)))
         given = {memory_of(x) for x in tensors} - self._own
         result = func(*args, **kwargs)
-        for x in pytree.tree_leaves(result):
-            if isinstance(x, Tensor):
-                self._seen.setdefault(id(x), (x, -1))
-                if memory_of(x) not in given:
-                    self._own.add(memory_of(x))
+        for x in _tensors_of(result):
+            self._seen.setdefault(id(x), (x, -1))
+            if memory_of(x) not in given:
+                self._own.add(memory_of(x))
         return result
 
     def _place(self, x: Tensor) -> int:
@@ -92,11 +89,20 @@ class Watched(TorchDispatchMode):
         return f"{name}, a tensor from outside," if name else f"a tensor from outside of shape {tuple(x.shape)}"
 
 
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an operator's arguments or results: ``pytree`` takes most of the time of a small step."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(part)
+
+
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     for i, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+            yield from _tensors_of(value)
 
 
 def _numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
