@@ -1,6 +1,6 @@
 """Iterative refinement in three precisions, and the time of a factorization in a low format beside Pychop.
 
-    python -m benchmarks.refinement [--size N] [--timed N ...] [--threads N] [--output FILE]
+    python -m benchmarks.refinement [--size N] [--large N] [--timed N ...] [--threads N] [--output FILE]
 
 A system is factored in a low format, and the solution is refined in a working precision with residuals in binary64:
 E. Carson and N. J. Higham, Accelerating the solution of linear systems by iterative refinement in three precisions,
@@ -39,6 +39,8 @@ Array = npt.NDArray[Any]
 LOW: Final = ("binary16", "binary16 + binary32")
 FORMATS: Final = ("binary32", "tf32", *LOW, "bfloat16", "bfloat16 + binary32", "e4m3", "e5m2")
 CONDITIONS: Final = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9)
+LARGE_CONDITION: Final = 1e2
+WORKING: Final = {torch.float32: "binary32", torch.float64: "binary64"}
 MOST_ITERATIONS: Final = 50
 SHRINKS: Final = 0.9
 SMALL: Final = 0.01
@@ -141,21 +143,38 @@ class Solver:
         return Refined(iterations, backward, norm(values - exact) / norm(exact), converged)
 
 
+def problem(size: int, condition: float, seed: int, working: torch.dtype) -> tuple[Array, Array, Array]:
+    """Return a matrix of numbers of the working precision, a right side and the solution."""
+    a = matrix(size, condition, seed)
+    if working == torch.float32:
+        a = a.astype(np.float32).astype(np.float64)
+    b = np.random.default_rng(100 + seed).standard_normal(size)
+    return a, b, solution(a, b)
+
+
 def refinements(size: int, working: torch.dtype) -> dict[str, Any]:
     """Return the table of formats against condition numbers."""
     solver = Solver(size)
     rows = [[name] for name in FORMATS]
     for seed, condition in enumerate(CONDITIONS):
-        a = matrix(size, condition, seed)
-        if working == torch.float32:
-            a = a.astype(np.float32).astype(np.float64)
-        b = np.random.default_rng(100 + seed).standard_normal(size)
-        exact = solution(a, b)
+        a, b, exact = problem(size, condition, seed, working)
         for row in rows:
             row.append(str(solver.refine(row[0], a, b, exact, working)))
         print(f"condition {condition:.0e}:", *(row[-1] for row in rows), sep="  ", flush=True)
     heads = ["factored in", *(f"{condition:.0e}".replace("e+0", "e") for condition in CONDITIONS)]
     return {"columns": heads, "numbers": list(range(1, len(heads))), "rows": rows}
+
+
+def large(size: int) -> dict[str, Any]:
+    """Return the table of formats against working precisions for one condition number."""
+    solver = Solver(size)
+    problems = {working: problem(size, LARGE_CONDITION, 0, working) for working in WORKING}
+    rows = []
+    for name in FORMATS:
+        rows.append([name, *(str(solver.refine(name, *problems[working], working)) for working in WORKING)])
+        print(*rows[-1], sep="  ", flush=True)
+    heads = ["factored in", *(f"working precision {precision}" for precision in WORKING.values())]
+    return {"columns": heads, "numbers": [1, 2], "rows": rows}
 
 
 def chopped(columns: int | None = None) -> Callable[[Array], tuple[Array, Array]]:
@@ -222,9 +241,10 @@ def times(sizes: list[int], whole: int, columns: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the tables, and put them into the file of results that --output names."""
+    """Print the tables, and put each of them into the file of results that --output names when it is made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=500, help="of the systems that are refined; 0: none")
+    parser.add_argument("--size", type=int, default=500, help="of the systems of all condition numbers; 0: none")
+    parser.add_argument("--large", type=int, default=2000, help="of the systems of one condition number; 0: none")
     parser.add_argument("--timed", type=int, nargs="*", default=[64, 250, 500, 2000])
     parser.add_argument("--whole", type=int, default=500, help="the largest size of which Pychop factors all columns")
     parser.add_argument("--columns", type=int, default=20)
@@ -234,20 +254,20 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     print(header(("fxround", "torch", "numpy", "pychop")), flush=True)
     command = "python -m benchmarks.refinement"
-    named = {}
+
+    def keep(name: str, made: dict[str, Any]) -> None:
+        print(table(made["columns"], made["rows"]), flush=True)
+        if options.output:
+            stored = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
+            write_file(options.output, json.dumps(stored | {name: made}, indent=1) + "\n")
+
+    where = f", {options.threads} threads" if options.threads > 1 else ", one thread"
     if options.timed:
-        where = f", {options.threads} threads"
-        named["refinement-time"] = times(options.timed, options.whole, options.columns) | conditions(
-            command, where=where
-        )
-    for working in (torch.float32, torch.float64) if options.size else ():
-        found = refinements(options.size, working) | conditions(command)
-        named[f"refinement-{'binary32' if working == torch.float32 else 'binary64'}"] = found
-    for made in named.values():
-        print(table(made["columns"], made["rows"]))
-    if options.output:
-        stored = json.loads(options.output.read_text(encoding="utf-8")) if options.output.exists() else {}
-        write_file(options.output, json.dumps(stored | named, indent=1) + "\n")
+        keep("refinement-time", times(options.timed, options.whole, options.columns) | conditions(command, where=where))
+    if options.large:
+        keep("refinement-large", large(options.large) | conditions(command, where=where))
+    for working, precision in WORKING.items() if options.size else ():
+        keep(f"refinement-{precision}", refinements(options.size, working) | conditions(command, where=where))
 
 
 if __name__ == "__main__":
