@@ -62,10 +62,12 @@ if TYPE_CHECKING:  # the public names: type checkers read these lines, and so do
     from fxround.significance.calibration import calibrate
     from fxround.significance.inputs import batches
     from fxround.significance.metrics import metric
+    from fxround.significance.parts import merge
     from fxround.significance.perplexity import perplexity
     from fxround.significance.perplexity_report import PerplexityReport
     from fxround.significance.perturb import perturb
     from fxround.significance.report import VariabilityReport
+    from fxround.significance.report.files import load_report
     from fxround.significance.variability import variability
     from fxround.significance.wasserstein import wasserstein
     from fxround.training import RoundedOptimizer, compile_optimizer
@@ -149,7 +151,9 @@ __all__ = [
     "instruction_set",
     "iterate",
     "load",
+    "load_report",
     "localize",
+    "merge",
     "metric",
     "modes",
     "perplexity",

@@ -1,14 +1,15 @@
 """The commands of ``fxround``.
 
-They are demo, inspect, variability, perplexity, compare, tune, attribute, localize, invariance, describe, selftest and
-doctor. A command is a file of this folder, with its arguments and ``run``, and a line in ``_parser``. Commands parse
-arguments, call the library and print; the same results are available as data (``--json``). A wrong argument prints a
-message on standard error and exits with status 2, without a traceback; a failed check exits with status 1, a command
-interrupted by Ctrl-C with 130. Examples::
+They are demo, inspect, variability, merge, perplexity, compare, tune, attribute, localize, invariance, describe,
+selftest and doctor. A command is a file of this folder, with its arguments and ``run``, and a line in ``_parser``.
+Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
+argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
+status 1, a command interrupted by Ctrl-C with 130. Examples::
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
     $ fxround variability net.py:build --inputs images.npy --samples auto --html report.html --min-bits 10
+    $ fxround merge part-0.report part-1.report --samples 20
     $ fxround perplexity net.py:build --inputs tokens.pt --widths 4:12 --samples 5
     $ fxround compare net.py:build --inputs images.npy --policies bfloat16 int8:channel nvfp4 --path rows.json
     $ fxround tune net.py:build --inputs images.npy --formats bfloat16 int8:channel --budget '>= 30' --policy t.toml
@@ -36,6 +37,7 @@ from fxround.cli.inspect import add_inspect
 from fxround.cli.invariance import add_invariance
 from fxround.cli.loading import first_line
 from fxround.cli.localize import add_localize
+from fxround.cli.merge import add_merge
 from fxround.cli.perplexity import add_perplexity
 from fxround.cli.selftest import add_selftest
 from fxround.cli.tune import add_tune
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_inspect(commands)
     add_variability(commands)
+    add_merge(commands)
     add_perplexity(commands)
     add_compare(commands)
     add_tune(commands)

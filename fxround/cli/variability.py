@@ -74,21 +74,57 @@ def add_variability(commands: Any) -> None:
     parser.add_argument("--batch-size", type=int, help="split the inputs into batches of this many rows")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="number of worker processes, -1 for all cores (default 1)")
+    parser.add_argument(
+        "--first-sample",
+        type=int,
+        metavar="N",
+        help="measure the samples from N on, as one of several jobs, whose files fxround merge takes",
+    )
+    add_answers(parser)
+    parser.set_defaults(command=run)
+
+
+def add_answers(parser: Any) -> None:
+    """Add the arguments that ``answer`` reads: the checks of a report, and where it is written."""
     for flag, what in _CHECKS:
         parser.add_argument(flag, type=float, help=f"exit with status 1 {what}")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="write the report for fxround.load_report")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write the report as one page")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
-    parser.set_defaults(command=run)
+
+
+def checks_of(arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the checks that were asked for. Raises ValueError for a bound that no report can be held to."""
+    from fxround.significance.report import require_bounds
+
+    names = (flag[2:].replace("-", "_") for flag, _ in _CHECKS)
+    asked = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    require_bounds(**asked)
+    return asked
+
+
+def answer(report: Any, checks: dict[str, float], arguments: argparse.Namespace) -> int:
+    """Print a report, write it, check it, and return the exit status."""
+    from fxround.significance.report import CheckFailed
+
+    put(report, arguments.json)
+    if arguments.save:
+        report.save(arguments.save)
+    if arguments.html:
+        report.to_html(arguments.html)
+    try:
+        report.check(**checks, allow_nonfinite=not checks)
+    except CheckFailed as error:
+        print(f"fxround: {error}", file=sys.stderr)
+        return 1 if report.complete else INTERRUPTED
+    return 0
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Perturb, print, and return the exit status."""
     import fxround
-    from fxround.significance.report import CheckFailed, require_bounds
 
-    names = (flag[2:].replace("-", "_") for flag, _ in _CHECKS)
-    asked = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    require_bounds(**asked)
+    checks = checks_of(arguments)
     model, inputs = loaded(arguments)
     report = fxround.variability(
         model,
@@ -104,17 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         seed=arguments.seed,
         n_jobs=arguments.jobs,
+        first_sample=arguments.first_sample,
         progress=False if arguments.json == "-" else None,
     )
-    put(report, arguments.json)
-    if arguments.html:
-        report.to_html(arguments.html)
-    try:
-        report.check(**asked, allow_nonfinite=not asked)
-    except CheckFailed as error:
-        print(f"fxround: {error}", file=sys.stderr)
-        return 1 if report.complete else INTERRUPTED
-    return 0
+    return answer(report, checks, arguments)
 
 
 def _samples(text: str) -> int | str:

@@ -73,33 +73,39 @@ class Measured:
         return self.changed / max(self.labels, 1)
 
 
+def changed_rows(moved: Tensor, offset: int) -> list[int]:
+    """Return the rows with a changed label. offset: the position of the first row in all inputs."""
+    return [int(i) + offset for i in moved.reshape(len(moved), -1).any(1).nonzero().flatten()]
+
+
 class Recorder:
-    """The sums of one metric."""
+    """The sums of one metric, and of the batch that is measured the labels that moved and the label maps of samples."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
         self.sums: dict[Any, Sums] = {}
         self.rows: list[int] = []
         self.of = self.changed = self.labels = 0
-        self._changed: Tensor | None = None
-        self._maps: list[Tensor] = []
+        self.moved: Tensor | None = None
+        self.maps: list[Tensor] = []
+        self.classes = 0
 
     def take(self, number: int, sample: Any, reference: Any, call: ModelCall) -> float:
         """Measure sample ``number`` of the batch; returns its value in this batch (NaN for a metric of pairs)."""
         if self.metric.pairs:
             x, how = primary(sample), self.metric.classes
             how.require(x, call)
-            predicted, classes = how.labels(sample), how.count(x)
-            for i, earlier in enumerate(self._maps):
-                self._add((i, number), dice_sums(earlier, predicted, classes))
-            self._maps.append(predicted.to(torch.int16 if classes < 1 << 15 else torch.int32))
+            predicted, self.classes = how.labels(sample), how.count(x)
+            for i, earlier in enumerate(self.maps):
+                self._add((i, number), dice_sums(earlier, predicted, self.classes))
+            self.maps.append(predicted.to(torch.int16 if self.classes < 1 << 15 else torch.int32))
             return math.nan
         compared = self.metric.reference(sample, reference, call)
         sums = self.metric.measure(sample, compared, call)
         self._add(number, sums)
         if self.metric.changed is not None:
             moved = self.metric.changed(sample, compared)
-            self._changed = moved if self._changed is None else self._changed | moved
+            self.moved = moved if self.moved is None else self.moved | moved
         return self.metric.finish(sums)
 
     def _add(self, key: Any, sums: Sums) -> None:
@@ -108,12 +114,11 @@ class Recorder:
     def end(self, call: ModelCall) -> None:
         """End the batch: keep the rows that changed."""
         self.of += call.rows
-        if self._changed is not None:
-            self.changed += int(self._changed.sum())
-            self.labels += self._changed.numel()
-            rows = self._changed.reshape(len(self._changed), -1).any(1)
-            self.rows += [int(i) + call.offset for i in rows.nonzero().flatten()]
-        self._changed, self._maps = None, []
+        if self.moved is not None:
+            self.changed += int(self.moved.sum())
+            self.labels += self.moved.numel()
+            self.rows += changed_rows(self.moved, call.offset)
+        self.moved, self.maps = None, []
 
     def measured(self) -> Measured | None:
         """Return the values; None before any sample."""

@@ -12,9 +12,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import chosen, named
 from fxround.significance.moments import Moments
 from fxround.significance.observed import WHOLE, Key, Runs, Sample, Watch, sample_number, sample_stream
+from fxround.significance.parts import BatchRecord, Part, Statistics, digest_of
 from fxround.significance.places import (
     OUTPUT,
     ROOT,
@@ -52,7 +53,10 @@ Fan = Callable[[ModelCall, Iterable[int], Watch], Iterator[Sample]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How samples are taken; ``samples`` None: until ``watch`` is known to within ``tolerance``, at most ``most``."""
+    """How samples are taken; ``samples`` None: until ``watch`` is known to within ``tolerance``, at most ``most``.
+
+    first: the number of the first sample of a part of a study, which keeps what a merger needs; None of a whole one.
+    """
 
     samples: int | None
     tolerance: float
@@ -64,46 +68,17 @@ class Sampling:
     reference: Any
     options: Options
     keep: bool
+    first: int | None = None
 
 
 @dataclass
 class Batch:
-    """The samples taken of one batch."""
+    """One batch, its unperturbed result, and the statistics of its samples."""
 
     call: ModelCall
     watch: Watch
     result: Any
-    moments: dict[Key, Moments] = field(default_factory=dict)
-    group: dict[Key, Moments] = field(default_factory=dict)
-    spoiled: dict[Key, str] = field(default_factory=dict)
-    taken: int = 0
-
-    def add(self, key: Key, value: Tensor) -> None:
-        """Add one sample's value at one place; those of results are collected a group at a time."""
-        held = self.group if key[0] == OUTPUT else self.moments
-        if key in self.spoiled:
-            return
-        if key not in held:
-            held[key] = Moments(tuple(value.shape), value.dtype)
-        try:
-            held[key].add(value)
-        except ValueError as error:  # a size that depends on the data, and so on the sample
-            self.spoil(key, error)
-
-    def spoil(self, key: Key, error: ValueError) -> None:
-        """Leave a place out, and keep the reason."""
-        self.spoiled[key] = str(error)
-        for held in (self.moments, self.group):
-            held.pop(key, None)
-
-    def end_group(self) -> None:
-        """Merge the results' group into the earlier samples."""
-        for key, group in list(self.group.items()):
-            try:
-                self.moments.setdefault(key, Moments(group.shape, group.dtype)).merge(group)
-            except ValueError as error:
-                self.spoil(key, error)
-        self.group.clear()
+    statistics: Statistics
 
 
 class Study:
@@ -122,6 +97,7 @@ class Study:
         self.rows = 0
         self.undrawn: tuple[str, ...] = ()
         self.samples: list[dict[Key, list[Tensor]]] = []
+        self.records: list[BatchRecord] = []
         self.seconds = {"perturbed": 0.0, "unperturbed": 0.0}
         self.stopping: Callable[[], bool] = lambda: False
         self._isolated: dict[str, RoundedModule] = {}
@@ -135,17 +111,21 @@ class Study:
             self._warn_of_what_draws_nothing()
         watched = places(self.runs.perturbed.graph, self.plan.capture)
         watch = {node: (place.kind, place.name) for node, place in watched.items()}
-        batch = Batch(call, watch, self._unperturbed(call))
+        batch = Batch(call, watch, self._unperturbed(call), Statistics(call.offset))
         if self.recorders is None:
             self.recorders = tuple(Recorder(metric) for metric in chosen(self.plan.metrics, batch.result))
         self._sample(batch, number)
-        self.counts.append(batch.taken)
+        self.counts.append(batch.statistics.taken)
         self.rows += call.rows
+        if self.plan.first is not None:
+            self.records.append(self._record(batch, tuple(watched.values())))
         for recorder in self.recorders:
             recorder.end(call)
-        if batch.taken >= 2:
-            self._tally(batch, {(place.kind, place.name): place for place in watched.values()})
-            self._compare(batch)
+        if batch.statistics.taken >= 2:
+            batch.statistics.tally(self.tallies, watched.values(), self.plan.options)
+            for name, stream in self._references(batch):
+                for key, value in stream:
+                    batch.statistics.compare(self.tallies, name, key, value)
         if self.plan.isolate and not self.stopping():
             self._isolate(batch, number)
 
@@ -172,22 +152,22 @@ class Study:
         return result
 
     def _sample(self, batch: Batch, number: int) -> None:
-        rule = None if self.plan.samples else self._rule()
+        rule, statistics = None if self.plan.samples else self._rule(), batch.statistics
         most = self.plan.samples or self.plan.most
         figures: list[float] = []
-        numbers = (sample_number(number, i) for i in range(most))
+        numbers = (sample_number(number, (self.plan.first or 0) + i) for i in range(most))
         started = time.perf_counter()
         for stream in self._fan(batch.call, numbers, batch.watch):
             figures.append(self._take(batch, stream))
-            batch.taken += 1
+            statistics.taken += 1
             self.tick()
-            if rule is not None and batch.taken % GROUP == 0:
+            if rule is not None and statistics.taken % GROUP == 0:
                 rule.add(self._figures(batch, figures[-GROUP:]))
-            if batch.taken % GROUP == 0:
-                batch.end_group()
-            if self.stopping() or (rule is not None and batch.taken % GROUP == 0 and rule.done):
+            if statistics.taken % GROUP == 0:
+                statistics.end_group()
+            if self.stopping() or (rule is not None and statistics.taken % GROUP == 0 and rule.done):
                 break
-        batch.end_group()
+        statistics.end_group()
         self.seconds["perturbed"] += time.perf_counter() - started
         if rule is not None:
             self.rules.append(rule)
@@ -200,16 +180,19 @@ class Study:
             if key == WHOLE:
                 result = value
                 continue
-            batch.add(key, value)
+            batch.statistics.add(key, value)
             if self.plan.keep:
                 kept[key] = value.detach().clone()
         if self.plan.keep:
             self._keep(batch, kept)
-        seen = {r.metric.name: r.take(batch.taken, result, batch.result, batch.call) for r in self.recorders or ()}
+        seen = {
+            r.metric.name: r.take(batch.statistics.taken, result, batch.result, batch.call)
+            for r in self.recorders or ()
+        }
         return seen.get(self.plan.watch, float("nan"))
 
     def _keep(self, batch: Batch, kept: dict[Key, Tensor]) -> None:
-        if batch.taken == 0:
+        if batch.statistics.taken == 0:
             self.samples.append({})
         for key, value in kept.items():
             self.samples[-1].setdefault(key, []).append(value)
@@ -222,35 +205,41 @@ class Study:
         """Return what a group adds to the rule: its bits, or the watched metric's values."""
         if self.plan.watch != BITS:
             return figures
-        bits = group_bits(batch.group.values())
+        bits = group_bits(batch.statistics.group.values())
         return [] if bits is None else [bits]
 
-    def _tally(self, batch: Batch, known: Mapping[Key, Place]) -> None:
-        for key in [*known, *(k for k in (*batch.moments, *batch.spoiled) if k not in known)]:
-            place = known.get(key) or Place(key[1], OUTPUT)
-            tally = self.tallies.setdefault(key, Tally(place, self.plan.options))
-            if key in batch.moments:
-                tally.add(batch.moments[key], batch.call.offset)
-            tally.note = batch.spoiled.get(key, tally.note)
+    def _record(self, batch: Batch, places: tuple[Place, ...]) -> BatchRecord:
+        """Return what a merger needs of a batch besides its samples."""
+        references = {
+            name: {key: value.detach().clone() for key, value in stream if key != WHOLE}
+            for name, stream in self._references(batch)
+        }
+        recorders = self.recorders or ()
+        changed = {r.metric.name: r.moved for r in recorders if r.moved is not None}
+        labels = {r.metric.name: (r.classes, list(r.maps)) for r in recorders if r.metric.pairs}
+        return BatchRecord(digest_of(batch.call), batch.call.offset, places, references, changed, labels)
 
-    def _compare(self, batch: Batch) -> None:
-        self._against(UNPERTURBED, batch, self.runs.unperturbed(batch.call, batch.watch))
+    def part(self) -> Part | None:
+        """Return what a merger needs of a part of a study; None of a whole one."""
+        if self.plan.first is None:
+            return None
+        names = tuple(recorder.metric.name for recorder in self.recorders or ())
+        return Part(self.plan.first, self.plan.capture, self.plan.options, names, tuple(self.records))
+
+    def _references(self, batch: Batch) -> Iterator[tuple[str, Sample]]:
+        """Yield the runs that a batch is compared with."""
+        yield UNPERTURBED, self.runs.unperturbed(batch.call, batch.watch)
         if self.plan.reference == BINARY64:
-            self._against(BINARY64, batch, self.runs.binary64(batch.call, batch.watch))
+            yield BINARY64, self.runs.binary64(batch.call, batch.watch)
         elif self.plan.reference is not None:
             last = len(self.counts) == self.batches
             rows = reference_rows(self.plan.reference, batch.result, batch.call.offset, last=last)
-            self._against(GIVEN, batch, (((OUTPUT, name), theirs) for name, theirs in rows))
-
-    def _against(self, name: str, batch: Batch, stream: Sample) -> None:
-        for at, value in stream:
-            if at in batch.moments:
-                self.tallies[at].compare(name, batch.moments[at], value, batch.call.offset)
+            yield GIVEN, (((OUTPUT, name), theirs) for name, theirs in rows)
 
     def _isolate(self, batch: Batch, number: int) -> None:
         """Take the same samples again with one site perturbed at a time, and measure the first result."""
         assert self.plan.isolate is not None
-        numbers = [sample_number(number, i) for i in range(batch.taken)]
+        numbers = [sample_number(number, i) for i in range(batch.statistics.taken)]
         for name in isolated(self.runs.perturbed.graph, self.plan.isolate):
             if name not in self._isolated:
                 base = self.runs.perturbed.policy

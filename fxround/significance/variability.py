@@ -26,7 +26,7 @@ from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty
 from fxround.significance.figures import Options
 from fxround.significance.inputs import ModelCall, calls, count
 from fxround.significance.metrics import METRICS, is_auto, named
-from fxround.significance.observed import Runs
+from fxround.significance.observed import BATCH, Runs
 from fxround.significance.places import Capture, Isolate, known_capture, known_isolate
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import provenance
@@ -60,6 +60,7 @@ def variability(
     unroll_loops: bool = False,
     n_jobs: int = 1,
     keep_samples: bool = False,
+    first_sample: int | None = None,
     progress: bool | None = None,
 ) -> VariabilityReport:
     """Measure how many significant bits the results of a model have, and optionally each of its layers or nodes.
@@ -94,6 +95,8 @@ def variability(
             at each step.
         n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used.
         keep_samples: whether to keep every sample of everything that is measured; memory grows with ``samples``.
+        first_sample: measure the samples from this number on, as one of several jobs. The report keeps its samples and
+            may have one sample alone; ``save`` writes it, and ``fxround.merge`` makes one report of several.
         progress: whether to show progress; None shows it in a terminal.
 
     Returns:
@@ -116,7 +119,7 @@ def variability(
     arithmetic, ACM TOMS 47(2), 2021.
     """
     plan = _plan(
-        samples, tolerance, watch, max_samples, capture, isolate, metrics, reference, keep_samples,
+        samples, tolerance, watch, max_samples, capture, isolate, metrics, reference, keep_samples, first_sample,
         Options(method, probability, confidence),
     )  # fmt: skip
     require_module(model)
@@ -160,6 +163,7 @@ def _plan(
     metrics: Any,
     reference: Any,
     keep: bool,
+    first: int | None,
     options: Options,
 ) -> Sampling:
     automatic = samples == "auto"
@@ -167,7 +171,9 @@ def _plan(
         require_tolerance(tolerance)
     if not automatic and (isinstance(samples, bool) or not isinstance(samples, int)):
         raise TypeError(f"samples is {shown(samples)}; expected a whole number or 'auto'")
-    if not automatic and samples < 2:
+    if first is not None:
+        _require_part(samples, first, isolate)
+    elif not automatic and samples < 2:
         raise ValueError(f"samples is {samples}: a spread needs at least 2 (10 or more are recommended)")
     require_reference(reference, BINARY64)
     for name, value in (("probability", options.probability), ("confidence", options.confidence)):
@@ -176,9 +182,24 @@ def _plan(
     known_method(options.method)
     plan = Sampling(
         None if automatic else samples, tolerance, watch, most, known_capture(capture), known_isolate(isolate),
-        metrics if is_auto(metrics) else named(metrics), reference, options, keep,
+        metrics if is_auto(metrics) else named(metrics), reference, options,
+        keep or first is not None, first,
     )  # fmt: skip
     return _watching(plan) if automatic and watch != BITS else plan
+
+
+def _require_part(samples: Any, first: Any, isolate: Isolate | None) -> None:
+    """Raise for a part of a study that cannot be merged with others."""
+    if isinstance(first, bool) or not isinstance(first, int):
+        raise TypeError(f"first_sample is {shown(first)}; expected a whole number, or None")
+    if samples == "auto":
+        raise ValueError("samples='auto' needs all samples: give a number with first_sample")
+    if isolate is not None:
+        raise ValueError(f"isolate={isolate!r} measures whole studies: leave out first_sample")
+    if first < 0 or samples < 1 or first + samples > BATCH:
+        raise ValueError(
+            f"first_sample is {first} and samples is {samples}; expected numbers from 0 to {BATCH - 1}, at least one"
+        )
 
 
 def _watching(plan: Sampling) -> Sampling:
@@ -199,7 +220,7 @@ def _require_known(inputs: Any, plan: Sampling, seed: int, n_jobs: int) -> None:
     require_jobs(n_jobs)
     if isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0] == 0:
         raise ValueError(f"inputs has shape {tuple(inputs.shape)}: there is nothing to run the model on")
-    if plan.samples is not None and plan.samples < FEW:
+    if plan.samples is not None and plan.samples < FEW and plan.first is None:
         cost = penalty(plan.samples, plan.options.probability, plan.options.confidence)
         enough = penalty(10, plan.options.probability, plan.options.confidence)
         warnings.warn(

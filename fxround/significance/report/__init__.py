@@ -23,6 +23,7 @@ from fxround.errors import shown, type_of
 from fxround.policy import Policy
 from fxround.significance.bits import above, decimal, general_probability, penalty, require
 from fxround.significance.figures import Figures, plain
+from fxround.significance.parts import Part
 from fxround.significance.places import OUTPUT, said_of_undrawn
 from fxround.significance.recorder import Measured
 from fxround.significance.study import UNPERTURBED, Study
@@ -74,6 +75,7 @@ class VariabilityReport:
     undrawn     the operations that are the same in every sample although the policy draws: name, operator, module, line
     provenance  versions, machine, times and seeds, as plain data
     kept        every sample if requested: per batch a dict from (kind, name) to a list of tensors
+    part        of a part of a study (``first_sample``), what ``fxround.merge`` needs besides the samples
     graph       the rounded graph for networkx
 
     ``report["name"]`` is the ``Figures`` of a place; ``print(report)`` shows everything. Example::
@@ -100,6 +102,7 @@ class VariabilityReport:
     provenance: dict[str, Any]
     kept: tuple[dict[tuple[str, str], list[Tensor]], ...] = field(default=(), repr=False)
     graph: nx.DiGraph | None = field(default=None, repr=False, compare=False)
+    part: Part | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def of(
@@ -126,6 +129,7 @@ class VariabilityReport:
             provenance=provenance,
             kept=tuple(study.samples),
             graph=to_networkx(study.runs.perturbed.graph) if study.counts else None,
+            part=study.part(),
         )
 
     # ---- reading ----
@@ -266,6 +270,15 @@ class VariabilityReport:
     def to_json(self, indent: int | None = 2) -> str:
         """Return ``to_dict`` as JSON text; ``indent`` as for ``json.dumps``."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the whole report, with the samples that it keeps, for ``fxround.load_report``; returns the path.
+
+        Raises ValueError for a policy that is more than its rules, such as a ``CalibratedPolicy``.
+        """
+        from fxround.significance.report import files
+
+        return files.write(self, path)
 
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with one row per place. Raises ImportError without pandas."""
