@@ -1,10 +1,10 @@
 """The commands of ``fxround``.
 
-They are demo, inspect, variability, merge, perplexity, compare, tune, attribute, localize, invariance, describe,
-selftest and doctor. A command is a file of this folder, with its arguments and ``run``, and a line in ``_parser``.
-Commands parse arguments, call the library and print; the same results are available as data (``--json``). A wrong
-argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits with
-status 1, a command interrupted by Ctrl-C with 130. Examples::
+They are demo, inspect, variability, merge, perplexity, compare, tune, attribute, localize, invariance, hash, diff,
+describe, selftest and doctor. A command is a file of this folder, with its arguments and ``run``, and a line in
+``_parser``. Commands parse arguments, call the library and print; the same results are available as data (``--json``).
+A wrong argument prints a message on standard error and exits with status 2, without a traceback; a failed check exits
+with status 1, a command interrupted by Ctrl-C with 130. Examples::
 
     $ fxround demo --policy up_down --samples 20
     $ fxround inspect fxround.demo:DigitsCNN --shape 4,1,8,8 --policy bfloat16
@@ -16,6 +16,7 @@ status 1, a command interrupted by Ctrl-C with 130. Examples::
     $ fxround attribute net.py:build --inputs images.npy --formats bfloat16 e4m3fn
     $ fxround localize net.py:build --inputs images.npy --metric label_flips 0 --level modules
     $ fxround invariance net.py:build --inputs images.npy --axes batch,threads
+    $ fxround hash net.py:build --inputs images.npy --check golden.json
     $ fxround describe mxfp8
 """
 
@@ -33,6 +34,7 @@ from fxround.cli.compare import add_compare
 from fxround.cli.demo import add_demo
 from fxround.cli.describe import add_describe
 from fxround.cli.doctor import add_doctor
+from fxround.cli.hash import add_diff, add_hash
 from fxround.cli.inspect import add_inspect
 from fxround.cli.invariance import add_invariance
 from fxround.cli.loading import first_line
@@ -91,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     add_localize(commands)
     add_attribute(commands)
     add_invariance(commands)
+    add_hash(commands)
+    add_diff(commands)
     add_describe(commands)
     add_selftest(commands)
     add_doctor(commands)
