@@ -66,8 +66,7 @@ if TYPE_CHECKING:  # the public names: type checkers read these lines, and so do
     from fxround.significance.perplexity import perplexity
     from fxround.significance.perplexity_report import PerplexityReport
     from fxround.significance.perturb import perturb
-    from fxround.significance.report import VariabilityReport
-    from fxround.significance.report.files import load_report
+    from fxround.significance.report import VariabilityReport, load_report
     from fxround.significance.variability import variability
     from fxround.significance.wasserstein import wasserstein
     from fxround.training import RoundedOptimizer, compile_optimizer

@@ -31,7 +31,7 @@ def add_merge(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merge, print, and return the exit status."""
     from fxround.significance.parts import merge
-    from fxround.significance.report.files import load_report
+    from fxround.significance.report import load_report
 
     checks = checks_of(arguments)
     return answer(merge(map(load_report, arguments.reports), samples=arguments.samples), checks, arguments)

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -131,7 +130,7 @@ def read(path: str | Path) -> Hashes:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} has no hashes of a model: {error}") from error
-    layout = data.pop("layout", None) if isinstance(data, Mapping) else None
+    layout = data.get("layout") if isinstance(data, dict) else None
     if layout != LAYOUT:
         raise ValueError(f"{path} has no hashes of a model: its layout is {shown(layout)}, expected {LAYOUT!r}")
     return Hashes(data["policy"], data["weights"], tuple(data["inputs"]), data["values"])

@@ -202,7 +202,7 @@ def _require_alike(one: VariabilityReport, other: VariabilityReport) -> None:
     a, b = _part(one), _part(other)
     models = [(r.provenance["model"]["class"], r.provenance["model"]["hash"]) for r in (one, other)]
     facts: tuple[tuple[str, Any, Any], ...] = (
-        ("models", *models),
+        ("models", models[0], models[1]),
         ("policies", one.policy, other.policy),
         ("seeds", one.seed, other.seed),
         ("inputs", [r.inputs for r in a.batches], [r.inputs for r in b.batches]),
@@ -247,8 +247,8 @@ def _merged(ordered: Sequence[VariabilityReport]) -> VariabilityReport:
         counts.append(batch.taken)
         if batch.taken >= 2:
             batch.tally(tallies, record.places, part.options)
-            for name, values in record.references.items():
-                for key, value in values.items():
+            for name, reference in record.references.items():
+                for key, value in reference.items():
                     batch.compare(tallies, name, key, value)
     figures = [tally.figures() for tally in tallies.values()]
     measured = (_measured(name, ordered) for name in part.metrics)

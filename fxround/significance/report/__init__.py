@@ -372,6 +372,22 @@ class VariabilityReport:
         return self
 
 
+def load_report(path: str | Path) -> VariabilityReport:
+    """Read a report that ``VariabilityReport.save`` wrote.
+
+    Raises OSError for a file that cannot be read, ValueError for one that is no report of this version.
+
+    Example::
+
+        report.save("part-3.report")
+        assert fxround.load_report("part-3.report")["output"].bits == report["output"].bits
+    """
+    from fxround.significance.report import files
+
+    data = files.read(path)
+    return VariabilityReport(**data | {"adaptive": data["adaptive"] and Adaptive(**data["adaptive"])})
+
+
 def require_bounds(**bounds: Any) -> None:
     """Raise for bounds of ``check`` that no report can be held to: TypeError for no number, ValueError for others."""
     for name, bound in bounds.items():

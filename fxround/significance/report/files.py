@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
 import torch
@@ -21,7 +21,9 @@ from fxround.policy import Policy
 from fxround.significance.figures import Agreement, Figures, Options, Place
 from fxround.significance.parts import BatchRecord, Part
 from fxround.significance.recorder import Measured
-from fxround.significance.report import Adaptive, VariabilityReport
+
+if TYPE_CHECKING:
+    from fxround.significance.report import VariabilityReport
 
 # The first entry of a file, with the version of its layout.
 LAYOUT: Final = "fxround.VariabilityReport 1"
@@ -64,15 +66,10 @@ def write(report: VariabilityReport, path: str | Path) -> Path:
     return write_file(path, archive.getbuffer())
 
 
-def load_report(path: str | Path) -> VariabilityReport:
-    """Read a report that ``save`` wrote.
+def read(path: str | Path) -> dict[str, Any]:
+    """Return the fields of the report in a file; ``adaptive`` is plain data.
 
     Raises OSError for a file that cannot be read, ValueError for one that is no report of this version.
-
-    Example::
-
-        report.save("part-3.report")
-        assert fxround.load_report("part-3.report")["output"].bits == report["output"].bits
     """
     content = Path(path).read_bytes()
     try:
@@ -83,16 +80,15 @@ def load_report(path: str | Path) -> VariabilityReport:
     layout = data.get("layout") if isinstance(data, Mapping) else None
     if layout != LAYOUT:
         raise ValueError(f"{path} is no report that fxround saved: its layout is {layout!r}, expected {LAYOUT!r}")
-    return VariabilityReport(
-        **{name: data[name] for name in _PLAIN},
-        policy=Policy.from_dict(data["policy"]),
-        figures=tuple(map(_figures, data["figures"])),
-        isolated=tuple(map(_figures, data["isolated"])),
-        metrics=tuple(Measured(**measured) for measured in data["metrics"]),
-        adaptive=None if data["adaptive"] is None else Adaptive(**data["adaptive"]),
-        graph=None if data["graph"] is None else _graph(*data["graph"]),
-        part=None if data["part"] is None else _part(data["part"]),
-    )
+    return {
+        **{name: data[name] for name in (*_PLAIN, "adaptive")},
+        "policy": Policy.from_dict(data["policy"]),
+        "figures": tuple(map(_figures, data["figures"])),
+        "isolated": tuple(map(_figures, data["isolated"])),
+        "metrics": tuple(Measured(**measured) for measured in data["metrics"]),
+        "graph": None if data["graph"] is None else _graph(*data["graph"]),
+        "part": None if data["part"] is None else _part(data["part"]),
+    }
 
 
 def _figures(data: Mapping[str, Any]) -> Figures:
