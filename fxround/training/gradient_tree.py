@@ -1,0 +1,214 @@
+"""The sum of the gradients of a step's micro-batches, by a tree that no number of processes changes.
+
+A step has S micro-batches, and g_j is the gradient of one parameter for micro-batch j. With N processes, process r
+computes those with j modulo N = r, in ascending order, and their sum is that of the order ``lanes:S``:
+
+    for w = S / 2, S / 4, ..., 1:  g_l = R(g_l + g_(l + w)) for every l < w;   gradient = R(g_0 / S)
+
+S and N are powers of two, and N divides S. A pair (l, l + w) with w >= N is in one process, which adds it as soon as it
+has both; the processes gather what is left, and each of them adds the rest. R draws the bits of the sample of
+micro-batch 0 and of a number that counts parameters and pairs, which do not depend on N either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fxround.errors import FxroundError
+from fxround.kernels.program import Program
+from fxround.module.rounded_module import RoundedModule
+from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_map
+
+# The samples of a seed (``random_state.following``).
+_SAMPLES: Final = 1 << 32
+# What no graph has draws from the last number downwards: a graph counts its nodes from 0.
+LAST_NODE: Final = (1 << 32) - 1
+
+
+@dataclass
+class _Sums:
+    """The sums of one parameter in a step.
+
+    number      of the parameter, among all parameters of the module
+    add, divide the programs of a pair and of the quotient
+    step        (seed, sample) of micro-batch 0 of the step that the sums belong to
+    received    how many micro-batches of this process are in the sums
+    waiting     the first of a pair whose second has not come, by (w, l)
+    """
+
+    name: str
+    number: int
+    add: Program
+    divide: Program
+    step: tuple[int, int] = (-1, -1)
+    received: int = 0
+    waiting: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+class GradientTree:
+    """Sums what the backward passes of one process accumulate, and then what the processes gathered.
+
+    Args:
+        ddp: of a compiled module.
+        programs: of the sum of two gradients and of the quotient, by the names of parameters that require gradients.
+        micro_batches: S.
+        rank, world_size: r and N.
+
+    Raises:
+        ValueError: if S or N is no power of two, or N does not divide S.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        programs: dict[str, tuple[Program, Program]],
+        micro_batches: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        for what, count in (("micro_batches", micro_batches), ("the number of processes", world_size)):
+            if count < 1 or count & (count - 1):
+                raise ValueError(f"{what} is {count}; expected a power of two")
+        if micro_batches % world_size:
+            raise ValueError(f"{world_size} processes cannot share {micro_batches} micro-batches evenly")
+        self.ddp, self.module = ddp, ddp.module
+        self.micro_batches, self.rank, self.world_size = micro_batches, rank, world_size
+        self.of_each = micro_batches // world_size
+        self._called_at, self._synchronizes = (-1, -1), False
+        self._sums: dict[int, _Sums] = {}
+        for number, (name, p) in enumerate(self.module.named_parameters()):
+            if p.requires_grad:
+                self._sums[id(p)] = _Sums(name, number, *programs[name])
+
+    def attach(self) -> None:
+        """See the calls of DDP's module, and what backward passes accumulate, from now on."""
+        self.ddp.register_forward_pre_hook(self._called)
+        for p in self.module.parameters():
+            if p.requires_grad:
+                p.register_hook(partial(self._require_no_gradient, p))
+                p.register_post_accumulate_grad_hook(self._receive)
+
+    def average(self, parameter: Tensor, sums: list[Tensor]) -> Tensor:
+        """Return the gradient of a parameter, of the sums of all processes in the order of their ranks.
+
+        Raises FxroundError if this process has not summed all of its micro-batches.
+        """
+        own = self._sums[id(parameter)]
+        if own.received != self.of_each:
+            raise FxroundError(
+                f"the processes average the gradient of {own.name} after {own.received} of {self.of_each} "
+                "micro-batches of this process: every parameter needs a gradient from each micro-batch"
+            )
+        own.received = 0
+        width = self.world_size
+        while width > 1:
+            width //= 2
+            sums = [self._add(own, width, i, sums[i], sums[i + width]) for i in range(width)]
+        return run_map(own.divide, sums, parameter.dtype, self._draw(own, 0))
+
+    def _called(self, ddp: DistributedDataParallel, args: object) -> None:
+        del args
+        if ddp.training and torch.is_grad_enabled():
+            self._called_at, self._synchronizes = _rng(self.module), ddp.require_backward_grad_sync
+
+    def _require_no_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        del gradient
+        if parameter.grad is not None:
+            raise FxroundError(
+                f"{self._sums[id(parameter)].name} has a gradient before the backward pass of a micro-batch; a sum in "
+                "a tree begins without one: call optimizer.zero_grad(set_to_none=True) before each step"
+            )
+
+    def _receive(self, parameter: Tensor) -> None:
+        """Take a micro-batch's gradient from a parameter; the last one leaves the sum there, for DDP."""
+        if parameter.grad is None:  # of a parameter that a call did not use
+            return
+        own, micro_batch = self._sums[id(parameter)], self._micro_batch()
+        step = self._step(micro_batch)
+        if step != own.step:
+            own.step, own.received = step, 0
+            own.waiting.clear()
+        if micro_batch != own.received:
+            raise FxroundError(
+                f"the gradient of {own.name} came from call {micro_batch + 1} of this process in the step, after "
+                f"{own.received} others: every micro-batch is one call of the model and one backward pass"
+            )
+        if self._synchronizes != (micro_batch == self.of_each - 1):
+            raise FxroundError(
+                f"micro-batch {micro_batch + 1} of {self.of_each} of this process was called "
+                f"{'outside of' if self._synchronizes else 'under'} ddp.no_sync(): all but the last belong under it, "
+                "the last one does not"
+            )
+        self._require_invariant()
+        total, place, width = parameter.grad, micro_batch, self.of_each
+        own.received += 1
+        while width > 1:
+            width //= 2
+            if place < width:
+                own.waiting[width, place] = total
+                parameter.grad = None
+                return
+            place -= width
+            first = own.waiting.pop((width, place))
+            total = self._add(own, width * self.world_size, place * self.world_size + self.rank, first, total)
+        parameter.grad = total
+
+    def _micro_batch(self) -> int:
+        """Return which of this process's micro-batches the latest call was.
+
+        Raises FxroundError for a call that DDP did not see, and for samples that do not count micro-batches.
+        """
+        seed, sample = self._called_at
+        after, now = _rng(self.module)
+        # A seed ends with its last sample.
+        if ((after - (now == 0)) - seed, (now - sample) % _SAMPLES) != (0, self.world_size):
+            raise FxroundError(
+                "a gradient came from a call of the model that DistributedDataParallel did not see, or from an earlier "
+                "one: call ddp(x), then backward, once for every micro-batch"
+            )
+        if sample % self.world_size:
+            raise FxroundError(
+                f"the module's sample is {sample}, and {self.world_size} processes count micro-batches from a multiple "
+                f"of {self.micro_batches}: call reseed(seed, sample=0) in every process before training"
+            )
+        return sample % self.micro_batches // self.world_size
+
+    def _step(self, micro_batch: int) -> tuple[int, int]:
+        seed, sample = self._called_at
+        return seed, sample - micro_batch * self.world_size
+
+    def _require_invariant(self) -> None:
+        """Raise FxroundError for a model whose calls change what later micro-batches compute."""
+        if self.module._replay is not None:
+            raise FxroundError(
+                "the model changes Python state, which would count the calls of one process: its gradients would "
+                "depend on the number of processes; leave micro_batches= out"
+            )
+        entry = self.module._captures.called
+        written = next((port.name for port in entry.captured.outputs if port.mutation), None)
+        if written is None and not entry.delayed:
+            return
+        kept = f"a call writes {written or 'an argument'}" if written is not None else "delayed scales follow the calls"
+        raise FxroundError(
+            f"{kept} of one process, so that gradients would depend on the number of processes: leave micro_batches= "
+            "out, or use a model without such a state, as BatchNorm is with track_running_stats=False"
+        )
+
+    def _add(self, own: _Sums, width: int, place: int, first: Tensor, second: Tensor) -> Tensor:
+        """Return R(g_l + g_(l + w)) for w = width and l = place. Pairs are numbered w + l, from 1 to S - 1."""
+        return run_map(own.add, [first, second], first.dtype, self._draw(own, width + place))
+
+    def _draw(self, own: _Sums, pair: int) -> Draw:
+        return Draw(*own.step, LAST_NODE - (own.number * self.micro_batches + pair))
+
+
+def _rng(module: RoundedModule) -> tuple[int, int]:
+    seed, sample = module.rng.tolist()
+    return seed, sample
