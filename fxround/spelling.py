@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,7 +26,8 @@ def require_keys(what: str, data: Mapping[str, Any], allowed: Mapping[str, type]
         if key not in allowed:
             near = f"{nearest(str(key), allowed)} Allowed: {', '.join(allowed)}"
             raise PolicyError(f"{what} has no key {shown(key)}{near}")
-        if not isinstance(value, allowed[key]) and not (allowed[key] is list and isinstance(value, tuple)):
+        is_listed = allowed[key] is list and isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if not isinstance(value, allowed[key]) and not is_listed:
             expected = allowed[key].__name__
             raise PolicyError(f"{what}: {key!r} is {shown(value)} ({type(value).__name__}), expected {expected}")
 

@@ -44,6 +44,12 @@ UNSHARDED: Final = (
     "(tensor.full_tensor(), or get_model_state_dict of torch.distributed.checkpoint.state_dict with "
     "full_state_dict=True), and compile an unsharded module that has loaded it."
 )
+_WRAPS: Final = (
+    "wraps other tensors, as torchao's quantized weights do; fxround rounds plain tensors. Compile the model before "
+    "its weights are converted: a policy has their formats ('int8', Rule(operands='int8:channel')), and "
+    "fxround.quantize_weights rounds the weights. Or put the plain numbers back, "
+    "nn.Parameter(tensor.dequantize()), if the tensor can be converted."
+)
 # The modules of PyTorch with what makes modules and tensors distributed. Where none is imported, nothing is.
 _DISTRIBUTED: Final = (
     ("torch.distributed.tensor", "DTensor", "a DTensor"),
@@ -80,6 +86,8 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
             raise CaptureError(f"{name} is a nested tensor; expected a dense one: call .to_padded_tensor(0.0) first.")
         if tensor.layout != torch.strided:
             raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise CaptureError(f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, which {_WRAPS}")
         if tensor.device.type not in DEVICES:
             raise CaptureError(f"{name} is on {tensor.device}; fxround runs on {' and '.join(DEVICES)}: move it there.")
 
@@ -128,7 +136,18 @@ _QUANTIZES: Final = (
     "compile the model before torch.ao.quantization prepares it: a policy has the formats of weights and activations, "
     "as 'int8' or Rule(operands='int8:channel')"
 )
+# The file of PyTorch that calls the hooks of modules.
+_CALLS_HOOKS: Final = str(PurePath(torch.nn.modules.module.__file__))
+_OF_A_TOOL: Final = (
+    "a tool has set a hook inside of the model, and hooks are captured with it. Count and summarize the model itself "
+    "(compiled.source). To read or differentiate the result of a layer, give the tool a module of parts that are "
+    "compiled one by one, whose hooks run outside of the graphs; compiled.observe(...) yields every value"
+)
 _ADVICE: Final = (
+    (
+        "omegaconf/grammar_parser.py",
+        "put values in place of interpolations first, omegaconf.OmegaConf.resolve(config): the parser cannot be traced",
+    ),
     ("_observer_forward_hook", _QUANTIZES),
     ("FakeQuantize", _QUANTIZES),
     (
@@ -245,6 +264,15 @@ def without_derivative(graph: torch.fx.GraphModule) -> str:
     return ""
 
 
+def _is_hook_of_a_tool(frames: Sequence[Any]) -> bool:
+    """Whether the innermost frame is in a hook that PyTorch or an installed package has set."""
+    calls = [i for i, frame in enumerate(frames) if frame.filename == _CALLS_HOOKS and "hook(" in (frame.line or "")]
+    if not calls:
+        return False
+    called = [frame.filename for frame in frames[calls[-1] + 1 :]]
+    return not called or called[0].startswith(TORCH) or "site-packages" in PurePath(called[0]).parts
+
+
 def explained(model: torch.nn.Module, error: Exception, called: str = "", stack: str = "") -> CaptureError:
     """Return PyTorch's error as a CaptureError: its first line, the line of the model and what to change.
 
@@ -264,7 +292,9 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
         callers = [other for other in outside if not PurePath(other.filename).is_relative_to(_package(frame.filename))]
         where = "\n  from    ".join(f"{f.filename}:{f.lineno}: {f.line}" for f in (frame, *callers[-1:]))
     hint = re.search(r"Hint: ([^\n]+)", text)
-    advice = next((a for key, a in _ADVICE if key in text), hint[1] if hint else "make it expressible as one graph")
+    of_hint = hint[1] if hint else "make it expressible as one graph"
+    general = _OF_A_TOOL if _is_hook_of_a_tool(frames) else of_hint
+    advice = next((a for key, a in _ADVICE if key in text), general)
     explanation = re.search(r"Explanation: ([^\n]+)", text)
     said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
     changed = _CHANGED_STATE.search(text)

@@ -16,6 +16,7 @@ from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -150,11 +151,8 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Whether an argument is an object that can change while it stays the same object, so that a key cannot hold it."""
-    if isinstance(leaf, _LASTING):
-        return False
-    by_identity: Any = object.__hash__
-    return isinstance(leaf, nn.Module) or type(leaf).__hash__ in (None, by_identity)
+    """Whether an argument is an object that may change while it stays the same and equal, so that no key holds it."""
+    return not isinstance(leaf, _LASTING)
 
 
 _LASTING: Final = (
@@ -176,6 +174,7 @@ _LASTING: Final = (
     | slice
     | FunctionType
     | BuiltinFunctionType
+    | np.generic
 )
 
 

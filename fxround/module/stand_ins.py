@@ -40,7 +40,7 @@ def stand_in(compiled: Any, module: nn.Module) -> Any:
         members["state_dict"] = _state_dict
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     try:
-        made = object.__new__(type(cls)(cls.__name__, (_StandIn, cls), members | names))
+        made = object.__new__(_kind(type(cls))(cls.__name__, (_StandIn, cls), members | names))
     except TypeError:
         return module
     object.__setattr__(made, "__dict__", module.__dict__)
@@ -60,6 +60,19 @@ def plain(value: Any) -> Any:
         parts = [plain(item) for item in value]
         return type(value)(parts) if any(a is not b for a, b in zip(parts, value, strict=True)) else value
     return value
+
+
+@functools.cache
+def _kind(kind: type) -> Any:
+    """Return the class of a stand-in's class, for which an object is an instance if it is one of the model's class.
+
+    A method may ask ``isinstance(other, self.__class__)``, as Lightning's do.
+    """
+
+    def holds(cls: Any, value: Any) -> bool:
+        return isinstance(value, cls.__mro__[2])
+
+    return type(kind.__name__, (kind,), {"__instancecheck__": holds})
 
 
 class _StandIn:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import runpy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,9 +19,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxround
+from fxround.compiler.torch_backend import rounding_backend
 from fxround.errors import CaptureError
+
+BACKEND: Final[dict[str, Any]] = {"backend": rounding_backend, "options": {"policy": "bfloat16"}, "fullgraph": True}
 
 
 def net() -> nn.Module:
@@ -219,3 +226,49 @@ def test_a_decision_on_a_size_that_depends_on_data_says_what_to_compile() -> Non
     # As the message says.
     model.scores = fxround.compile(model.scores, "reproducible")
     assert torch.equal(model(x), x[0])
+
+
+def test_a_tensor_that_wraps_others_is_refused_by_its_class() -> None:
+    wrapped, model = TwoTensor(torch.ones(3, 4), torch.ones(3, 4)), nn.Linear(4, 3)
+    model.weight = nn.Parameter(wrapped)
+    with pytest.raises(CaptureError, match=r"weight is a torch\.testing\S*\.TwoTensor, which wraps .*dequantize\(\)"):
+        fxround.compile(model, "bfloat16")(torch.ones(2, 4))
+    for call in (fxround.compile(nn.ReLU(), "bfloat16"), torch.compile(nn.ReLU(), **BACKEND)):
+        with pytest.raises(CaptureError, match=r"argument 0 is a \S*TwoTensor, which wraps"):
+            call(wrapped)
+
+
+def test_a_hook_of_a_tool_is_refused_with_what_the_tool_can_take(tmp_path: Path) -> None:
+    compiled = fxround.compile(net(), "bfloat16")
+    with (
+        pytest.raises(CaptureError, match=r"a tool has set a hook .*\(compiled\.source\)"),
+        FlopCounterMode(display=False),
+    ):
+        compiled(torch.ones(2, 4))
+    folder = tmp_path / "site-packages" / "watcher"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(WATCHER, encoding="utf-8")
+    watcher: Any = runpy.run_path(str(folder / "__init__.py"))
+    for hook, advice in ((watcher["hook"], "a tool has set a hook"), (own_hook, "Avoid using the unsupported")):
+        handle = compiled.source[0].register_forward_hook(hook)
+        with pytest.raises(CaptureError, match=advice):
+            compiled(torch.ones(2, 4))
+        handle.remove()
+    assert compiled(torch.ones(2, 4)).shape == (2, 8)
+
+
+WATCHER: Final = """
+import threading
+lock = threading.Lock()
+def hook(module, args, result):
+    with lock:
+        result
+"""
+
+
+def own_hook(module: nn.Module, args: Any, result: Any) -> None:
+    with LOCK:
+        pass
+
+
+LOCK: Final = threading.Lock()

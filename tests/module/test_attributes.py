@@ -96,6 +96,9 @@ class Plain(nn.Module):
     def copied(self) -> Any:
         return copy.deepcopy(self)
 
+    def alike(self, other: Any) -> bool:
+        return isinstance(other, self.__class__)
+
     def loss(self, x: Tensor) -> Tensor:
         return self(x).square().mean()
 
@@ -241,6 +244,12 @@ def test_a_compiled_module_is_of_the_models_class_too_and_methods_save_its_seed(
     assert compiled.saved()["fxround_rng"].tolist() == [4, 0] and "fxround_rng" not in model.saved()
     again = pickle.loads(pickle.dumps(compiled))
     assert type(again).__mro__[1:] == type(compiled).__mro__[1:] and isinstance(again, Plain)
+
+
+def test_a_method_finds_the_compiled_module_and_the_model_to_be_of_its_own_class(model: Plain) -> None:
+    compiled = fxround.compile(model, "bfloat16")
+    assert compiled.alike(compiled) and compiled.alike(model) and compiled.alike(Child())
+    assert not compiled.alike(nn.Linear(1, 1)) and not fxround.compile(Child(), "bfloat16").alike(model)
 
 
 class Choosing(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -460,3 +461,36 @@ def test_a_replayed_model_notices_its_own_class_and_keeps_none_alive() -> None:
     del compiled, made
     gc.collect()
     assert kept() is None
+
+
+class Scale:
+    """An argument that is equal to others, has a hash, and may change, as omegaconf's DictConfig."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scale) and self.factor == other.factor
+
+    def __hash__(self) -> int:
+        return hash(self.factor)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, by: Any) -> Tensor:
+        return x * by.factor
+
+
+def test_an_argument_with_a_hash_of_its_own_is_read_at_every_call() -> None:
+    @dataclass(frozen=True)
+    class Constant:
+        factor: float
+
+    x, compiled = torch.full((2,), 3.0), fxround.compile(Scaled(), "reproducible")
+    changing = Scale(2.0)
+    assert compiled(x, changing).tolist() == [6, 6]
+    changing.factor = 4.0
+    assert compiled(x, changing).tolist() == [12, 12] and compiled(x, by=Scale(5.0)).tolist() == [15, 15]
+    assert compiled(x, Constant(7.0)).tolist() == [21, 21] and compiled(x, Constant(8.0)).tolist() == [24, 24]
+    with pytest.raises(CaptureError, match=r"relies on Constant \(argument\)"):
+        compiled.evaluate(x, Constant(7.0))

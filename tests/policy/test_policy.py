@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,14 @@ def test_mistakes_are_reported_with_the_remedy(make: object, message: str) -> No
     with pytest.raises(PolicyError, match=message) as error:
         make()
     assert isinstance(error.value, ValueError)
+
+
+def test_a_list_of_rules_may_be_any_sequence() -> None:
+    rules = [{"rounding": "bfloat16"}]
+    assert Policy.from_dict({"rules": UserList(rules)}) == Policy.from_dict({"rules": rules})
+    for text in ("bfloat16", b"bfloat16"):
+        with pytest.raises(PolicyError, match="'rules' is"):
+            Policy.from_dict({"rules": text})
 
 
 def test_a_policy_of_the_wrong_type_is_a_type_error() -> None:

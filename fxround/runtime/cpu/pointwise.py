@@ -41,7 +41,8 @@ def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
                 if type(x) not in (Tensor, nn.Parameter):
                     raise ValueError(
                         f"a {type(x).__name__} of shape {tuple(x.shape)} has no memory of its own: pass a plain "
-                        "tensor, such as the local or the full one of a DTensor (.to_local(), .full_tensor())"
+                        "tensor, such as the local or the full one of a DTensor (.to_local(), .full_tensor()), or "
+                        "the numbers of a quantized one (.dequantize())"
                     )
                 if x._is_zerotensor():
                     raise ValueError(
