@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import get_args
 
 import pytest
-from models import hugging_face
+from models import hugging_face, vision
 
 import fxround
 from benchmarks import tables, walk
@@ -36,6 +36,22 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+# Its sections are about tools that need not be there together: each runs by itself.
+OTHER_TOOLS = ROOT / "docs" / "with-other-tools.md"
+SECTIONS = dict(
+    re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", OTHER_TOOLS.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+)
+# The sections whose tools `./run tools` installs, and which are not among the tests' requirements.
+OF_RUN_TOOLS = {
+    "Lightning": "lightning",
+    "PEFT": "peft",
+    "Summaries and counts": "torchinfo",
+    "TensorBoard": "tensorboard",
+    "Weights & Biases": "wandb",
+    "skorch": "skorch",
+    "torchao: no": "torchao",
+}
+
 # Words of blocks that only a run with --long takes: they repeat, in seconds each, what tests of their subjects do.
 LONG = {
     "language-models.md": ("Generating(", "T5Config(", "num_beams=", "perplexity(", "Trainer("),
@@ -46,13 +62,25 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != OTHER_TOOLS], ids=lambda path: path.name)
 def test_python_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = LONG.get(document.name, ())
     code = blocks(document.read_text(encoding="utf-8"), "python")
     assert all(any(word in block for block in code) for word in words)
     monkeypatch.chdir(tmp_path)
     run(document, [block for block in code if not any(word in block for word in words)], monkeypatch)
+
+
+@pytest.mark.parametrize("tool", SECTIONS)
+def test_snippets_of_other_tools_run(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = blocks(SECTIONS[tool], "python")
+    assert code and OF_RUN_TOOLS.keys() <= SECTIONS.keys()
+    if tool in OF_RUN_TOOLS and not find_spec(OF_RUN_TOOLS[tool]):
+        pytest.skip(f"{OF_RUN_TOOLS[tool]} is not installed: ./run tools installs it and runs this")
+    if find_spec("torchvision"):  # which some of the tools import
+        vision()
+    monkeypatch.chdir(tmp_path)
+    run(OTHER_TOOLS, code, monkeypatch, re.sub(r"\W", "_", tool))
 
 
 @pytest.mark.long

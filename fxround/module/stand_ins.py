@@ -40,7 +40,7 @@ def stand_in(compiled: Any, module: nn.Module) -> Any:
         members["state_dict"] = _state_dict
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     try:
-        made = object.__new__(_kind(type(cls))(cls.__name__, (_StandIn, cls), members | names))
+        made = object.__new__(_class_of(type(cls))(cls.__name__, (_StandIn, cls), members | names))
     except TypeError:
         return module
     object.__setattr__(made, "__dict__", module.__dict__)
@@ -62,8 +62,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-@functools.cache
-def _kind(kind: type) -> Any:
+def _class_of(kind: Any) -> Any:
     """Return the class of a stand-in's class, for which an object is an instance if it is one of the model's class.
 
     A method may ask ``isinstance(other, self.__class__)``, as Lightning's do.
