@@ -143,6 +143,21 @@ class Figures:
         return penalty(self.samples, self.probability, self.confidence) if self.samples > 1 else None
 
 
+def bits_of(moments: Moments, part: slice, options: Options) -> Floats:
+    """Return the bits of some elements, clipped neither at 0 nor at the precision; NaN for no evidence."""
+    return bits_from(
+        moments.mean[part],
+        moments.sigma(part),
+        moments.low[part],
+        moments.high[part],
+        moments.same(part),
+        samples=moments.count,
+        method=options.method,
+        probability=options.probability,
+        confidence=options.confidence,
+    )
+
+
 class _Extreme:
     """The least value seen, and its position."""
 
@@ -193,7 +208,7 @@ class Tally:
 
     def _add(self, moments: Moments, part: slice) -> None:
         mean, sigma = moments.mean[part], moments.sigma(part)
-        raw = self._raw(moments, part)
+        raw = bits_of(moments, part, self.options)
         seen = ~np.isnan(raw)
         cut = np.clip(raw, 0.0, float(self.precision))
         bits = cut[seen]
@@ -210,19 +225,6 @@ class Tally:
         self.spread += float(np.square(sigma[finite]).sum())
         self.size += float(np.square(mean[finite]).sum())
 
-    def _raw(self, moments: Moments, part: slice) -> Floats:
-        return bits_from(
-            moments.mean[part],
-            moments.sigma(part),
-            moments.low[part],
-            moments.high[part],
-            moments.same(part),
-            samples=moments.count,
-            method=self.options.method,
-            probability=self.options.probability,
-            confidence=self.options.confidence,
-        )
-
     def compare(self, name: str, moments: Moments, value: Tensor, row: int = 0) -> None:
         """Compare one batch of a reference's values with this place, element by element."""
         if tuple(value.shape) != moments.shape:
@@ -232,7 +234,7 @@ class Tally:
         # A correctly rounded value is within half an ulp of its number, and within an ulp of another rounded value.
         floor = 2.0 ** (1 - self.precision) if value.dtype == moments.dtype else 2.0**-self.precision
         for part in chunks(moments.size):
-            compared.add(moments, part, flat[part].astype(np.float64), self._raw(moments, part), floor)
+            compared.add(moments, part, flat[part].astype(np.float64), bits_of(moments, part, self.options), floor)
         compared.locate(moments.shape, row)
 
     def figures(self) -> Figures:

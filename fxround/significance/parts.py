@@ -23,6 +23,7 @@ from torch import Tensor
 from fxround.errors import type_of
 from fxround.fingerprint import hash
 from fxround.significance.adaptive import GROUP
+from fxround.significance.elements import Elements
 from fxround.significance.figures import Options, Place, Tally
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, Sums, dice_of, dice_sums
@@ -233,6 +234,7 @@ def _equal(a: Tensor, b: Tensor | None) -> bool:
 def _merged(ordered: Sequence[VariabilityReport]) -> VariabilityReport:
     one, part = ordered[0], _part(ordered[0])
     tallies: dict[Key, Tally] = {}
+    elements = Elements(inputs=list(one.elements.inputs))
     counts = []
     for number, record in enumerate(part.batches):
         batch = Statistics(record.offset)
@@ -247,6 +249,7 @@ def _merged(ordered: Sequence[VariabilityReport]) -> VariabilityReport:
         counts.append(batch.taken)
         if batch.taken >= 2:
             batch.tally(tallies, record.places, part.options)
+            elements.add_results(batch.moments, tallies, part.options)
             for name, reference in record.references.items():
                 for key, value in reference.items():
                     batch.compare(tallies, name, key, value)
@@ -261,6 +264,7 @@ def _merged(ordered: Sequence[VariabilityReport]) -> VariabilityReport:
         provenance={**one.provenance, "parts": [report.provenance for report in ordered[1:]]},
         kept=(),
         part=None,
+        elements=elements,
     )
 
 

@@ -1,7 +1,8 @@
 """A study: take samples of every batch and compare them, place by place, with two other runs.
 
 All samples of a batch are taken before the next batch is read, in the order of their numbers, whoever computes them. So
-the memory of a study is that of one batch: 24 bytes per measured element, twice that for the results. The first Ctrl-C
+the memory of a study is that of one batch: 24 bytes per measured element, twice that for the results, and 4 bytes for
+each element of all results (``elements``). The first Ctrl-C
 sets a flag that is read between samples, so that the samples taken are complete and are reported as partial; a second
 one interrupts at once.
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 from fxround.graph.site import site
 from fxround.module.rounded_module import RoundedModule
 from fxround.significance.adaptive import GROUP, Sequential, SequentialShare, group_bits
+from fxround.significance.elements import Elements
 from fxround.significance.figures import Options, Place, Tally
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import chosen, named
@@ -95,6 +97,7 @@ class Study:
         self.rules: list[Sequential | SequentialShare] = []
         self.counts: list[int] = []
         self.rows = 0
+        self.elements = Elements()
         self.undrawn: tuple[str, ...] = ()
         self.samples: list[dict[Key, list[Tensor]]] = []
         self.records: list[BatchRecord] = []
@@ -123,6 +126,8 @@ class Study:
             recorder.end(call)
         if batch.statistics.taken >= 2:
             batch.statistics.tally(self.tallies, watched.values(), self.plan.options)
+            self.elements.add_input(batch.call)
+            self.elements.add_results(batch.statistics.moments, self.tallies, self.plan.options)
             for name, stream in self._references(batch):
                 for key, value in stream:
                     batch.statistics.compare(self.tallies, name, key, value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from fxround.atomic_files import write_file
 from fxround.errors import shown, type_of
 from fxround.policy import Policy
 from fxround.significance.bits import above, decimal, general_probability, penalty, require
+from fxround.significance.elements import Bits, Elements
 from fxround.significance.figures import Figures, plain
 from fxround.significance.parts import Part
 from fxround.significance.places import OUTPUT, said_of_undrawn
@@ -77,6 +78,7 @@ class VariabilityReport:
     kept        every sample if requested: per batch a dict from (kind, name) to a list of tensors
     part        of a part of a study (``first_sample``), what ``fxround.merge`` needs besides the samples
     graph       the rounded graph for networkx
+    elements    the bits of each element of the results, which ``bits`` and ``map`` show
 
     ``report["name"]`` is the ``Figures`` of a place; ``print(report)`` shows everything. Example::
 
@@ -103,6 +105,7 @@ class VariabilityReport:
     kept: tuple[dict[tuple[str, str], list[Tensor]], ...] = field(default=(), repr=False)
     graph: nx.DiGraph | None = field(default=None, repr=False, compare=False)
     part: Part | None = field(default=None, repr=False, compare=False)
+    elements: Elements = field(default_factory=Elements, repr=False, compare=False)
 
     @staticmethod
     def of(
@@ -130,6 +133,7 @@ class VariabilityReport:
             kept=tuple(study.samples),
             graph=to_networkx(study.runs.perturbed.graph) if study.counts else None,
             part=study.part(),
+            elements=study.elements,
         )
 
     # ---- reading ----
@@ -283,6 +287,99 @@ class VariabilityReport:
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with one row per place. Raises ImportError without pandas."""
         return require("pandas", "report").DataFrame([_flat(f) for f in self.figures])
+
+    def bits(self, output: str = OUTPUT, batch: int | None = None) -> Bits:
+        """Return the significant bits of each element of a result: a float32 array, shaped like the result.
+
+        The mean over elements with evidence is ``report[output].bits``. Bits are those of the study's method, in 0 to
+        the precision of the format, and rounded to binary32; NaN is an element without evidence, of which all samples
+        are equal. They come from streamed statistics; no sample is kept.
+
+        Args:
+            output: the name of a result, as in ``report.outputs``.
+            batch: the number of a batch; None for the rows of all batches.
+
+        Raises:
+            KeyError: for another name.
+            ValueError: for a layer, for a batch that there is not, for results of different shapes with ``batch=None``,
+                and for results of more than 67,108,864 elements, of which no bits are kept.
+
+        Example::
+
+            bits = report.bits()
+            worst = numpy.unravel_index(numpy.nanargmin(bits), bits.shape)
+        """
+        self._require_result(output)
+        return self.elements.of(output, batch)
+
+    def _require_result(self, name: str) -> None:
+        """Raise KeyError for an unknown name, ValueError for that of a layer."""
+        if self[name].place.kind != OUTPUT:
+            names = ", ".join(f.place.name for f in self.outputs)
+            raise ValueError(f"bits of each element are kept of results only: {names}; got the layer {shown(name)}")
+
+    def to_xarray(self, output: str = OUTPUT, batch: int | None = None, dims: Sequence[str] | None = None) -> Any:
+        """Return ``bits`` as an ``xarray.DataArray`` that says what they are: unit, format, method, samples, policy.
+
+        dims: the names of the dimensions; None takes "row", "dim_1", ... Raises ImportError without xarray, and what
+        ``bits`` raises.
+        """
+        bits, f = self.bits(output, batch), self[output]
+        known = {
+            "long_name": "significant bits",
+            "units": "bit",
+            "format": f.dtype,
+            "precision": f.precision,
+            "method": f.method,
+            "confidence": f.confidence,
+            "samples": f.samples,
+            "policy": self.policy.name,
+            "seed": self.seed,
+        }
+        own = [f"dim_{i}" if i else "row" for i in range(bits.ndim)]
+        return require("xarray", "report").DataArray(bits, dims=dims or own, name=output, attrs=known)
+
+    def map(
+        self,
+        output: str = OUTPUT,
+        background: Any = None,
+        *,
+        row: int = 0,
+        channel: int | None = None,
+        axis: int = 0,
+        at: int | None = None,
+        path: str | Path | None = None,
+    ) -> Any:
+        """Return a matplotlib figure of the significant bits of an image, or of a slice of a volume, over its anatomy.
+
+        The scale of the colours is that of the format, 0 to 24 bits for binary32, so that figures can be compared. Its
+        colours (viridis) can be told apart with any colour vision. A pixel without evidence has no colour.
+
+        Args:
+            output: the name of a result: [n, height, width], [n, channels, height, width] or
+                [n, channels, depth, height, width].
+            background: the anatomy: a tensor or an array of the size of the image or volume, perhaps with channels in
+                front, of which the mean is drawn. None takes the first input of the model, if it has this size.
+            row: the number of the image among the rows of all batches.
+            channel: the channel of the result; None for the least bits of all channels.
+            axis: of a volume: the dimension that is cut, 0 for the depth, 1 for the height, 2 for the width.
+            at: where a volume is cut; None for the middle.
+            path: also write the figure there.
+
+        Raises:
+            ValueError: for a result that is no image, a background of another size, and an index out of range; also
+                what ``bits`` raises.
+            ImportError: without matplotlib.
+
+        Example::
+
+            report = fxround.variability(net, volumes)                # [n, 1, depth, height, width]
+            report.map(axis=1, at=32, path="bits.png")
+        """
+        from fxround.significance.report import maps
+
+        self._require_result(output)
+        return maps.draw(self, output, maps.Cut(row, channel, axis, at), background, path)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Return a matplotlib figure: bits per layer, histogram over elements, spread of samples.

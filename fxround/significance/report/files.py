@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
 import torch
+from torch import Tensor
 
 from fxround.atomic_files import write_file
 from fxround.errors import brief
 from fxround.policy import Policy
+from fxround.significance.elements import Elements
 from fxround.significance.figures import Agreement, Figures, Options, Place
 from fxround.significance.parts import BatchRecord, Part
 from fxround.significance.recorder import Measured
@@ -60,6 +62,7 @@ def write(report: VariabilityReport, path: str | Path) -> Path:
         "adaptive": None if report.adaptive is None else asdict(report.adaptive),
         "graph": None if report.graph is None else (list(report.graph.nodes.items()), list(report.graph.edges)),
         "part": None if report.part is None else _data_of(report.part),
+        "elements": _arrays(report.elements, torch.from_numpy),
     }
     archive = io.BytesIO()
     torch.save(data, archive)
@@ -88,7 +91,15 @@ def read(path: str | Path) -> dict[str, Any]:
         "metrics": tuple(Measured(**measured) for measured in data["metrics"]),
         "graph": None if data["graph"] is None else _graph(*data["graph"]),
         "part": None if data["part"] is None else _part(data["part"]),
+        "elements": Elements(**_arrays(Elements(**data["elements"]), Tensor.numpy)),
     }
+
+
+def _arrays(elements: Elements, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the fields of elements, with each array changed."""
+    bits = {name: list(map(change, batches)) for name, batches in elements.bits.items()}
+    inputs = [None if given is None else change(given) for given in elements.inputs]
+    return {"bits": bits, "inputs": inputs, "elements": elements.elements, "of_inputs": elements.of_inputs}
 
 
 def _figures(data: Mapping[str, Any]) -> Figures:

@@ -60,17 +60,28 @@ def figure_of(panels: Sequence[Callable[[Any], None]], path: str | Path | None =
     path: also write the figure there. height: of a panel, in inches. Raises ImportError without matplotlib.
     """
     with require("matplotlib", "report").rc_context(STYLE):
-        figure = require("matplotlib.figure", "report").Figure(
-            figsize=(10, height * len(panels)), layout="constrained", facecolor="white"
-        )
+        figure = new_figure((10, height * len(panels)))
         for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels), 1)), panels, strict=True):
             draw(axes)
         if path is not None:
-            _write(figure, Path(path))
+            write(figure, Path(path))
     return figure
 
 
-def _write(figure: Any, path: Path) -> None:
+def new_figure(size: tuple[float, float]) -> Any:
+    """Return an empty matplotlib figure that a notebook shows, whether pyplot is imported or not. size: in inches."""
+    figure = require("matplotlib.figure", "report").Figure(figsize=size, layout="constrained", facecolor="white")
+    figure._repr_png_ = partial(_png, figure)
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def write(figure: Any, path: Path) -> None:
     """Write a figure in the format of the path's suffix; without one, in matplotlib's own, whose suffix it gets."""
     matplotlib = require("matplotlib", "report")
     suffix = path.suffix or f".{matplotlib.rcParams['savefig.format']}"
