@@ -20,6 +20,7 @@ from fxround.interrupts import is_command  # before the imports that take second
 
 # isort: split
 import ast
+import logging
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -88,6 +89,8 @@ if TYPE_CHECKING:  # the public names: type checkers read these lines, and so do
     from fxround.views.leaks import Leak, Leaks
     from fxround.views.summaries import Coverage, Operation, Summary
 
+# A program that sets up logging shows what long work says; no other program hears of it.
+logging.getLogger("fxround").addHandler(logging.NullHandler())
 __version__ = VERSION
 
 # compile, round and hash are left out: a star import would replace the builtins of these names.

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     require("sklearn", "demo")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    progress = partial(tracked, shown=not arguments.json)
+    progress = partial(tracked, shown=False if arguments.json else None)
     drawing = arguments.output / "graph.svg"
     device = device_of(arguments.device)
     result = demo.run(arguments.policy, arguments.samples, arguments.seed, progress, drawing=drawing, device=device)

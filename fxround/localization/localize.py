@@ -12,7 +12,6 @@ Correctness 2019 (rddmin); Zeller and Hildebrandt, IEEE TSE 28(2), 2002 (ddmin).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def localize(
     seed: int = 0,
     cache: str | Path | None = None,
     limit: int | None = None,
-    progress: bool | Callable[[str], None] | None = None,
+    progress: bool | None = None,
 ) -> LocalizeReport:
     """Find minimal sets of modules, nodes or elements whose roundings by ``policy`` make a check fail.
 
@@ -75,7 +74,7 @@ def localize(
         seed: 0 to 2^63 - 1, the seed of all random bits.
         cache: a directory for verdicts, from which a later call continues; None stores nothing.
         limit: the number of sets after which the search stops; None finds all.
-        progress: True, a function of a line of text, or None to show progress in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         A ``LocalizeReport``. Ctrl-C ends the search and returns the report of the sets found so far.
@@ -99,8 +98,6 @@ def localize(
     positive("runs", runs)
     if limit is not None:
         positive("limit", limit)
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise TypeError(f"progress is {shown(progress)}; expected True, False, None, or a function of a line of text")
     require_check(check, min_bits)
     if compares(check):
         require_reference(reference)

@@ -9,8 +9,7 @@ on.
 from __future__ import annotations
 
 import linecache
-import sys
-from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Final, Literal
 
@@ -28,6 +27,7 @@ from fxround.localization.report import Blame, Culprits, LocalizeReport
 from fxround.localization.verdicts import Ranges, Verdicts
 from fxround.numerics.lazy import cached_property
 from fxround.policy import Policy
+from fxround.significance.progress import progress
 
 CONTEXT: Final = 2
 PIECES: Final = 16
@@ -41,11 +41,9 @@ class NothingFails(ValueError):
 
 
 class Search:
-    """A search for disjoint minimal sets; ``progress``: True, a function of a line of text, or None: in a terminal."""
+    """A search for disjoint minimal sets; ``shown``: as for ``significance.progress``."""
 
-    def __init__(
-        self, verdicts: Verdicts, level: Level, limit: int | None, progress: bool | Callable[[str], None] | None
-    ) -> None:
+    def __init__(self, verdicts: Verdicts, level: Level, limit: int | None, shown: bool | None) -> None:
         self.verdicts, self.masked, self.level, self.limit = verdicts, verdicts.masked, level, limit
         self.found: list[Culprits] = []
         self.rest: Units = tuple(self.masked.sites)
@@ -53,9 +51,7 @@ class Search:
         self.shares, self.unattributed = self._shares()
         self.remedy: Policy | None = None
         self.remedied = False
-        shown = sys.stderr.isatty() if progress is None else progress
-        self._say = (_print if shown is True else shown) or (lambda text: None)
-        verdicts.after_run = self._report_progress
+        self._shown = shown
 
     def _shares(self) -> tuple[dict[str, float], str]:
         """Return the shares of sites, by which they are tried, or none and the reason."""
@@ -70,13 +66,12 @@ class Search:
         Raises NothingFails or ValueError if there is nothing to find.
         """
         ended: Literal["complete", "limit", "interrupted"] = "interrupted"
-        try:
+        with suppress(KeyboardInterrupt), progress("localize", None, self._shown) as tick:
+            self.verdicts.after_run = lambda: tick(self._said_of_progress())
             self._begin()
             ended = self._all()
             if ended == "complete":
                 self._remedy()
-        except KeyboardInterrupt:
-            self._say(f"interrupted after {self.verdicts.executed} runs")
         verdicts, masked = self.verdicts, self.masked
         return LocalizeReport(
             model=model,
@@ -243,9 +238,8 @@ class Search:
     def _cancelled(self) -> list[Cancellation]:
         return cancelled(self.masked)
 
-    def _report_progress(self) -> None:
-        among = f"the next is among {len(self.narrowed)} of {len(self.masked.sites)} sites"
-        self._say(f"{self.verdicts.executed} runs, {len(self.found)} found, {among}")
+    def _said_of_progress(self) -> str:
+        return f"{len(self.found)} found, the next is among {len(self.narrowed)} of {len(self.masked.sites)} sites"
 
 
 def _cut(ranges: Ranges) -> Ranges:
@@ -277,9 +271,3 @@ def _excerpt(node: fx.Node) -> tuple[tuple[int, str], ...]:
         return ()
     first = max(frame[1] - CONTEXT, 1)
     return tuple((n, line.rstrip()) for n, line in enumerate(lines[first - 1 : frame[1] + CONTEXT], first))
-
-
-def _print(text: str) -> None:
-    """Print one line of progress on standard error, which replaces the last one in a terminal."""
-    terminal = sys.stderr.isatty()
-    print(f"\r\x1b[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)

@@ -64,7 +64,7 @@ def calibrate(
             the largest magnitude, the one with the least sum of squared errors, as ``thresholds.LeastSquares`` says.
         percentile: more than 0 and at most 100.
         batch_size: splits tensors into batches of this many rows; None takes them whole.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         Rules for the path of each module with products and each role of an operand; an operand that is always zero is

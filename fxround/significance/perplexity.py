@@ -85,7 +85,7 @@ def perplexity(
         batch_size: splits tensors into batches of this many rows; None takes them whole.
         seed: 0 to 2^63 - 1, the seed of all random bits.
         confidence: of the interval of a mean over samples, between 0 and 1.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         A ``PerplexityReport``. Ctrl-C ends the measurement and returns the report of what is complete so far.

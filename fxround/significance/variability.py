@@ -97,7 +97,7 @@ def variability(
         keep_samples: whether to keep every sample of everything that is measured; memory grows with ``samples``.
         first_sample: measure the samples from this number on, as one of several jobs. The report keeps its samples and
             may have one sample alone; ``save`` writes it, and ``fxround.merge`` makes one report of several.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         A ``VariabilityReport``. Ctrl-C ends the sampling and returns the report of the samples taken so far.

@@ -74,7 +74,7 @@ def compare(
         path: a JSON file that is written after each policy. If it exists, the policies that it has are not run again.
         n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used. Each worker has as many
             threads as this process; metrics are computed in this process.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         A ``ComparisonReport``. Ctrl-C ends the comparison and returns the report of what is complete. A policy under

@@ -73,7 +73,7 @@ def quantize_weights(
             classes ``GPTQ``, ``AdaRound`` and ``DiscQuant`` in ``fxround.tuning`` say what they compute.
         batch_size: splits tensors into batches of this many rows; None takes them whole.
         seed: 0 to 2^63 - 1, of what a method draws.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
         options: of the method: the fields of its class, which has their meaning and defaults.
 
     Returns:

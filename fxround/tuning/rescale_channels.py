@@ -78,7 +78,7 @@ def rescale_channels(
             the bits of the model, as long as no number of a call leaves the normal range; a channel where a parameter
             would leave it keeps the factor 1. If not, factors and parameters are rounded once to their dtype.
         batch_size: splits tensors into batches of this many rows; None takes them whole.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         A copy of the model, in the model's training mode, with the attribute ``rescaling``: a ``RescalingReport``,

@@ -91,7 +91,7 @@ def sweep(
         seeds: how many, from 0, or a list of them.
         path: a JSON file that is written after each training. If it exists, its trainings do not run again.
         n_jobs: number of joblib workers, -1 for all cores; each has as many threads as this process.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         A ``Sweep``, a mapping from names to policies; with ``train``, a ``SweepReport``. Ctrl-C ends the sweep after

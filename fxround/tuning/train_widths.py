@@ -89,7 +89,7 @@ def train_widths(
         threshold: 0 to 1, of HASB; 0 trains uniform widths alone.
         sensitive: whether traces decide what HASB draws; otherwise every weight draws with equal probabilities.
         seed: 0 to 2^63 - 1, of what PyTorch draws (a DataLoader's order, dropout) and of the widths.
-        progress: whether to show progress; None shows it in a terminal.
+        progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
         As ``store_integers``: a copy in the model's training mode, at the stored width, with the attribute ``switch``.
