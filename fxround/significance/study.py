@@ -124,9 +124,9 @@ class Study:
             self.records.append(self._record(batch, tuple(watched.values())))
         for recorder in self.recorders:
             recorder.end(call)
+        self.elements.add_input(batch.call)
         if batch.statistics.taken >= 2:
             batch.statistics.tally(self.tallies, watched.values(), self.plan.options)
-            self.elements.add_input(batch.call)
             self.elements.add_results(batch.statistics.moments, self.tallies, self.plan.options)
             for name, stream in self._references(batch):
                 for key, value in stream:

@@ -63,6 +63,11 @@ def figures_of(report: fxround.VariabilityReport) -> dict[str, Any]:
     return data | {"exact": plain([[None if v is None else v.hex() for v in values] for values in exact])}
 
 
+def bits_of(report: fxround.VariabilityReport, batch: int) -> Tensor:
+    """The bits of each element of a batch's result, as integers that are equal for NaN too."""
+    return torch.from_numpy(report.bits(batch=batch)).view(torch.int32)
+
+
 @pytest.fixture(scope="module")
 def whole(net: nn.Module) -> fxround.VariabilityReport:
     return fxround.variability(net, X, samples=8, **OPTIONS)
@@ -84,6 +89,9 @@ def test_the_merged_report_is_that_of_one_study_whatever_the_order(
         assert figures_of(merged) == figures_of(whole)
         assert [m.values for m in merged.metrics] == [m.values for m in whole.metrics]
         assert str(merged) == str(whole)
+        for batch in range(2):
+            assert torch.equal(bits_of(merged, batch), bits_of(whole, batch))
+            assert torch.equal(*(torch.from_numpy(r.elements.inputs[batch]) for r in (merged, whole)))
 
 
 def test_saved_and_loaded_parts_are_the_same_reports(
@@ -97,6 +105,8 @@ def test_saved_and_loaded_parts_are_the_same_reports(
     assert figures_of(merged) == figures_of(whole)
     again = fxround.load_report(merged.save(tmp_path / "merged.report"))
     assert figures_of(again) == figures_of(whole) and again.to_html() == merged.to_html()
+    assert torch.equal(bits_of(again, 1), bits_of(whole, 1))
+    assert torch.equal(torch.from_numpy(again.elements.inputs[1]), X[3:])
 
 
 def test_a_part_is_the_report_of_its_own_samples(whole: fxround.VariabilityReport, net: nn.Module) -> None:
