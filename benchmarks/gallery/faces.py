@@ -37,7 +37,7 @@ detector = MTCNN(keep_all=True, min_face_size=60).eval()
 
 def faces(policy: str) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return boxes [n, 4] and landmarks [n, 5, 2], pixels, and probabilities [n] of the faces of each photograph."""
-    found = []
+    of_photographs = []
     with ExitStack() as stack:
         for network in (detector.pnet, detector.rnet, detector.onet):
             stack.enter_context(fxround.perturb(network, policy, seed=1))
@@ -46,10 +46,10 @@ def faces(policy: str) -> list[tuple[Tensor, Tensor, Tensor]]:
             kept = 0 if boxes is None else len(boxes)
             shapes = ((kept, 4), (kept, 5, 2), (kept,))
             parts = (boxes, landmarks, probabilities) if kept else (np.zeros(0),) * 3
-            found.append(
+            of_photographs.append(
                 tuple(torch.from_numpy(p.astype(float)).reshape(s) for p, s in zip(parts, shapes, strict=True))
             )
-    return found
+    return of_photographs
 
 
 # %% [markdown]

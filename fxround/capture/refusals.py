@@ -200,7 +200,7 @@ _ADVICE: Final = (
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     (
-        "Size-like symbols",
+        "Size-like symbols: u",
         "make what depends on such a size outside of the compiled module: counts and masks once, as buffers and Python "
         "numbers; or compile the modules between such steps, each alone: model.part = fxround.compile(model.part)",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ def test_distances_are_those_of_scipy_at_every_point(
     n: int, m: int, grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A few points at a time, and equal numbers among the samples.
-    monkeypatch.setattr(sys.modules["fxround.significance.wasserstein"], "_AT_ONCE", 30)
+    monkeypatch.setattr(import_module("fxround.significance.wasserstein"), "_AT_ONCE", 30)
     a, b = torch.randn(n, *grid).mul(4).round(), torch.randn(m, *grid, dtype=torch.float64)
     found = fxround.wasserstein(a, b)
     assert found.shape == grid and found.dtype == torch.float64
