@@ -8,7 +8,6 @@ state, and nothing reads its results. So one graph serves all lengths, and a seq
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fxround.capture.traced_packing import declare_batch_sizes, most_rows, traced_packing
 from fxround.graph.dialect import PackedLengths
+from fxround.graph.values import instances_in
 
 aten = torch.ops.aten
 
@@ -169,15 +169,6 @@ def pad(
     return (wide.transpose(0, 1) if batch_first else wide), places.inside.sum(0).to(batch_sizes.device)
 
 
-def packed_among(values: Any) -> Iterator[PackedSequence]:
-    """Yield the packed sequences among arguments: of themselves, and in tuples, lists and dicts."""
-    if isinstance(values, PackedSequence):
-        yield values
-    elif isinstance(values, tuple | list | dict):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from packed_among(value)
-
-
 def as_tuples(values: Any) -> Any:
     """Return arguments with a plain tuple in place of each packed sequence, which may hold anything."""
     if isinstance(values, PackedSequence):
@@ -190,5 +181,5 @@ def as_tuples(values: Any) -> Any:
 def packed_sequences(args: Any = ()) -> contextlib.AbstractContextManager[None]:
     """Let Dynamo trace packed sequences, those among the arguments with their number of sequences as a constant."""
     kernels: Any = torch._VF
-    known = [(x.batch_sizes, int(x.batch_sizes[0])) for x in packed_among(args)]
+    known = [(x.batch_sizes, int(x.batch_sizes[0])) for x in instances_in(args, PackedSequence)]
     return traced_packing({kernels._pack_padded_sequence: pack, kernels._pad_packed_sequence: pad}, known)

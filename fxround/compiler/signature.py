@@ -20,10 +20,11 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from fxround.capture.packed import packed_among
 from fxround.capture.torch_private import is_of_dynamo
 from fxround.errors import CaptureError, shown, type_of
+from fxround.graph.values import instances_in
 from fxround.python_model.functions import Function
 
 # The note that distinguishes an error of the model from one of fxround.
@@ -194,7 +195,7 @@ def kind(leaf: Any) -> Any:
 
 def packed_kinds(values: Iterable[Any]) -> tuple[PackedKind, ...]:
     """Return what a graph depends on of each packed sequence among arguments: the number of its sequences."""
-    return tuple(PackedKind(int(packed.batch_sizes[0])) for packed in packed_among(tuple(values)))
+    return tuple(PackedKind(int(packed.batch_sizes[0])) for packed in instances_in(tuple(values), PackedSequence))
 
 
 @dataclass(frozen=True)

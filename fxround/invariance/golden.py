@@ -133,4 +133,8 @@ def read(path: str | Path) -> Hashes:
     layout = data.get("layout") if isinstance(data, dict) else None
     if layout != LAYOUT:
         raise ValueError(f"{path} has no hashes of a model: its layout is {shown(layout)}, expected {LAYOUT!r}")
-    return Hashes(data["policy"], data["weights"], tuple(data["inputs"]), data["values"])
+    parts = data.get("policy"), data.get("weights"), data.get("inputs"), data.get("values")
+    if tuple(map(type, parts)) != (str, str, list, dict):
+        raise ValueError(f"{path} has no hashes of a model: it lacks the policy, the weights, the inputs or the values")
+    policy, weights, inputs, values = parts
+    return Hashes(policy, weights, tuple(inputs), values)

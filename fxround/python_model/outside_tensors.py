@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxround.graph.values import memory_of
+from fxround.graph.values import instances_in, memory_of
 
 _FRESH: Final = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -53,7 +53,7 @@ class Watched(TorchDispatchMode):
         Raises ValueError if it changes a tensor from outside in place.
         """
         kwargs = kwargs or {}
-        tensors = [] if func in _FRESH else list(_tensors_of((args, kwargs)))
+        tensors = [] if func in _FRESH else list(instances_in((args, kwargs), Tensor))
         for x in _written(func, args, kwargs):
             if memory_of(x) not in self._own:
                 raise ValueError(
@@ -64,7 +64,7 @@ class Watched(TorchDispatchMode):
         self._operations.append((func, places, _numbers(func, args)))
         given = {memory_of(x) for x in tensors} - self._own
         result = func(*args, **kwargs)
-        for x in _tensors_of(result):
+        for x in instances_in(result, Tensor):
             self._seen.setdefault(id(x), (x, -1))
             if memory_of(x) not in given:
                 self._own.add(memory_of(x))
@@ -89,20 +89,11 @@ class Watched(TorchDispatchMode):
         return f"{name}, a tensor from outside," if name else f"a tensor from outside of shape {tuple(x.shape)}"
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an operator's arguments or results: ``pytree`` takes most of the time of a small step."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_of(part)
-
-
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     for i, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from _tensors_of(value)
+            yield from instances_in(value, Tensor)
 
 
 def _numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -75,7 +75,9 @@ def test_a_policy_that_draws_is_a_function_of_the_seed(net: str, capsys: pytest.
     assert golden.read("golden.json").policy == "sbits(2)/stochastic, seed 0"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"layout": "fxround.hashes 0"})])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", *(json.dumps({"layout": f"fxround.hashes {version}"}) for version in (0, 1))]
+)
 def test_other_files_have_no_hashes(text: str, net: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("other.json").write_text(text)
     assert cli.main(["hash", f"{net}:build", "--check", "other.json"]) == 2
