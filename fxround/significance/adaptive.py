@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
-from fxround.significance.bits import CONFIDENCE, require
+from fxround.significance.bits import CONFIDENCE, student_quantile
 from fxround.significance.moments import Moments, chunks
 
 GROUP: Final = 5
@@ -73,7 +73,7 @@ class Sequential:
         n, deviation = len(self.values), float(np.std(self.values, ddof=1)) if len(self.values) > 1 else 0.0
         if deviation == 0.0:
             return math.inf
-        student = float(require("scipy.stats", "report").t.ppf(1 - (1 - self.confidence) / 4, n - 1))
+        student = student_quantile(1 - (1 - self.confidence) / 4, n - 1)
         apart = (np.array(self.values) - np.mean(self.values)) / np.std(self.values)
         skewness = abs(float(np.mean(apart**3)))
         return deviation / math.sqrt(n) * (student + skewness * (2 * student**2 + 1) / (6 * math.sqrt(n)))

@@ -143,11 +143,11 @@ def penalty(
     samples: int, probability: float | None = None, confidence: float = CONFIDENCE, kind: Kind = "significant"
 ) -> float:
     """Return the bits that the small number of samples costs every figure (TOMS 2021, the bracket of CNH's formula)."""
-    stats = require("scipy.stats", "report")
+    special = require("scipy.special", "report")
     chance = (PROBABILITY if kind == "significant" else CONTRIBUTING) if probability is None else probability
-    chi2 = stats.chi2.ppf((1 - confidence) / 2, samples - 1)
+    chi2 = _chi_square_quantile((1 - confidence) / 2, samples - 1)
     if kind == "significant":
-        width = math.log2(stats.norm.ppf((chance + 1) / 2))
+        width = math.log2(special.ndtri((chance + 1) / 2))
     else:
         width = math.log2(chance - 0.5) + math.log2(2 * math.sqrt(2 * math.pi))
     return float(0.5 * math.log2((samples - 1) / chi2) + width)
@@ -161,12 +161,21 @@ def above(samples: int, confidence: float = CONFIDENCE) -> float:
     deviations over the variance are a chi-square variable with n - 1 degrees of freedom. The probability below the
     interval is that with which CNH's bound fails, and the rest is above it.
     """
-    chi2 = require("scipy.stats", "report").chi2
     shrunk = (samples - 1) / samples  # the figure's deviation is the population's
-    low = chi2.ppf((1 - confidence) / 2, samples - 1)
-    below = chi2.cdf(low / shrunk, samples - 1)
-    high = chi2.ppf(confidence + below, samples - 1)
+    low = _chi_square_quantile((1 - confidence) / 2, samples - 1)
+    below = require("scipy.special", "report").chdtr(samples - 1, low / shrunk)
+    high = _chi_square_quantile(confidence + below, samples - 1)
     return float(0.5 * math.log2(high * shrunk / low))
+
+
+def _chi_square_quantile(probability: float, freedom: int) -> float:
+    """Return what ``scipy.stats.chi2.ppf`` returns, without the two seconds in which ``scipy.stats`` is imported."""
+    return float(2 * require("scipy.special", "report").gammaincinv(freedom / 2, probability))
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Return what ``scipy.stats.t.ppf`` returns, without the two seconds in which ``scipy.stats`` is imported."""
+    return float(require("scipy.special", "report").stdtrit(freedom, probability))
 
 
 def general_probability(samples: int, confidence: float = CONFIDENCE) -> float:
@@ -187,7 +196,7 @@ def student_half_width(values: Sequence[float], confidence: float = CONFIDENCE) 
     n = len(values)
     if n < 2 or not np.isfinite(values).all():
         return None
-    student = require("scipy.stats", "report").t.ppf((1 + confidence) / 2, n - 1)
+    student = student_quantile((1 + confidence) / 2, n - 1)
     return float(student * np.std(values, ddof=1) / math.sqrt(n))
 
 

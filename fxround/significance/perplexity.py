@@ -33,7 +33,7 @@ from fxround.significance.observed import sample_number
 from fxround.significance.perplexity_report import Perplexity, PerplexityReport
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import provenance
-from fxround.significance.study import interruptible
+from fxround.significance.stopping import interruptible
 
 EVERYTHING: Final = "everything"
 MODES: Final = ("nearest_even", "stochastic")
@@ -234,7 +234,7 @@ def _require_widths(widths: Sequence[Any], fmt: Format) -> None:
 def _require(model: nn.Module, samples: Any, confidence: float, seed: int) -> None:
     """Raise for arguments with which nothing can be measured."""
     Draw(seed)
-    require("scipy.stats", "report")
+    require("scipy.special", "report")
     require_module(model)
     if model.training:
         raise ValueError("the model is in training mode, where dropout is random: call model.eval() first")

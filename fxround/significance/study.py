@@ -2,25 +2,22 @@
 
 All samples of a batch are taken before the next batch is read, in the order of their numbers, whoever computes them. So
 the memory of a study is that of one batch: 24 bytes per measured element, twice that for the results, and 4 bytes for
-each element of all results (``elements``). The first Ctrl-C
-sets a flag that is read between samples, so that the samples taken are complete and are reported as partial; a second
-one interrupts at once.
+each element of all results (``elements``). Ctrl-C ends
+the study after the running sample (``stopping``): the samples taken are compared with the unperturbed result alone.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import islice
 from typing import Any, Final
 
 from torch import Tensor
 
+from fxround.errors import callers
 from fxround.graph.site import site
 from fxround.module.rounded_module import RoundedModule
 from fxround.significance.adaptive import GROUP, Sequential, SequentialShare, group_bits
@@ -39,6 +36,7 @@ from fxround.significance.places import (
     Restricted,
     isolated,
     places,
+    results,
     said_of_undrawn,
     undrawn,
 )
@@ -49,6 +47,9 @@ UNPERTURBED: Final = "unperturbed"
 BINARY64: Final = "binary64"
 GIVEN: Final = "reference"
 BITS: Final = "bits"
+# What workers cost: a process takes 10 s to import PyTorch and 10 s to 20 s to capture a model of three layers
+# (2026-11-28, AMD EPYC, 2 busy cores, two workers). Half of it is left for quiet machines.
+STARTING: Final = 15.0
 
 Fan = Callable[[ModelCall, Iterable[int], Watch], Iterator[Sample]]
 
@@ -90,7 +91,7 @@ class Study:
         self, runs: Runs, plan: Sampling, fan: Fan | None, tick: Callable[[], None], batches: int | None
     ) -> None:
         self.runs, self.plan, self.tick, self.batches = runs, plan, tick, batches
-        self._fan = fan or self._serially
+        self._fan = self._serially if fan is None else self._worthwhile(fan)
         self.tallies: dict[Key, Tally] = {}
         self.alone: dict[str, Tally] = {}
         self.recorders: tuple[Recorder, ...] | None = None
@@ -112,6 +113,8 @@ class Study:
         if number == 0:
             self._warn_of_other_randomness()
             self._warn_of_what_draws_nothing()
+        if self.stopping():
+            return
         watched = places(self.runs.perturbed.graph, self.plan.capture)
         watch = {node: (place.kind, place.name) for node, place in watched.items()}
         batch = Batch(call, watch, self._unperturbed(call), Statistics(call.offset))
@@ -233,6 +236,9 @@ class Study:
 
     def _references(self, batch: Batch) -> Iterator[tuple[str, Sample]]:
         """Yield the runs that a batch is compared with."""
+        if self.stopping():
+            yield UNPERTURBED, (((OUTPUT, name), value) for name, value in results(batch.result))
+            return
         yield UNPERTURBED, self.runs.unperturbed(batch.call, batch.watch)
         if self.plan.reference == BINARY64:
             yield BINARY64, self.runs.binary64(batch.call, batch.watch)
@@ -260,29 +266,37 @@ class Study:
                 tally = self.alone.setdefault(name, Tally(Place(name or ROOT, self.plan.isolate), self.plan.options))
                 tally.add(moments, batch.call.offset)
 
+    def _worthwhile(self, fan: Fan) -> Fan:
+        """Return a fan that leaves samples to workers from the third on, if these save more time than they cost."""
+        shared: Fan | None = None
+
+        def samples(call: ModelCall, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
+            nonlocal shared
+            rest = iter(numbers)
+            if shared is None:
+                # The first sample may have to compile machine code, which workers then find in the cache.
+                yield from self._serially(call, islice(rest, 1), watch)
+                began = time.perf_counter()
+                yield from self._serially(call, islice(rest, 1), watch)
+                shared = fan if self._pays(time.perf_counter() - began) else self._serially
+            yield from shared(call, rest, watch)
+
+        return samples
+
+    def _pays(self, seconds: float) -> bool:
+        """Whether workers save time, if a sample takes these seconds here; warn if not."""
+        if self.batches is None:
+            return True
+        left = self.batches * (self.plan.samples or self.plan.most) - 2
+        if left * seconds >= STARTING:
+            return True
+        if left:
+            warnings.warn(
+                f"n_jobs starts no workers: the {left:,} samples that remain take about {left * seconds:.2g} s in this "
+                f"process, and workers about {STARTING:.0f} s to start. Leave n_jobs out for so short samples",
+                stacklevel=callers(),
+            )
+        return False
+
     def _serially(self, call: ModelCall, numbers: Iterable[int], watch: Watch) -> Iterator[Sample]:
         return (sample_stream(self.runs.perturbed, call, number, watch) for number in numbers)
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed; a second press interrupts.
-
-    Outside the main thread signals are not changed.
-    """
-    pressed = count()
-    stopped = threading.Event()
-
-    def note(number: int, frame: Any) -> None:
-        stopped.set()
-        if next(pressed):
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped.is_set
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield stopped.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -22,7 +22,7 @@ from fxround.errors import shown
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.significance.adaptive import require_tolerance
-from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty
+from fxround.significance.bits import CONFIDENCE, Method, known_method, penalty, require
 from fxround.significance.figures import Options
 from fxround.significance.inputs import ModelCall, calls, count
 from fxround.significance.metrics import METRICS, is_auto, named
@@ -32,7 +32,8 @@ from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import provenance
 from fxround.significance.references import require_reference
 from fxround.significance.report import VariabilityReport
-from fxround.significance.study import BINARY64, BITS, Sampling, Study, interruptible
+from fxround.significance.stopping import interruptible
+from fxround.significance.study import BINARY64, BITS, Sampling, Study
 from fxround.significance.workers import Workers, require_jobs
 
 FEW: Final = 5
@@ -93,14 +94,17 @@ def variability(
             first result; None does not.
         unroll_loops: as for ``fxround.compile``: with ``capture="nodes"``, each gate of a recurrent layer is measured
             at each step.
-        n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used.
+        n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used. Two samples run in this
+            process; the others run there as well, with a warning, if they take less time than workers take to start.
         keep_samples: whether to keep every sample of everything that is measured; memory grows with ``samples``.
         first_sample: measure the samples from this number on, as one of several jobs. The report keeps its samples and
             may have one sample alone; ``save`` writes it, and ``fxround.merge`` makes one report of several.
         progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
-        A ``VariabilityReport``. Ctrl-C ends the sampling and returns the report of the samples taken so far.
+        A ``VariabilityReport``. Ctrl-C ends the sampling after the running sample, or at once where workers run, and
+        returns the report of the samples taken so far. It has the references of the batches before, and of the last
+        one the unperturbed result alone.
 
     Raises:
         TypeError, ValueError: for wrong arguments; also what ``compile`` and the model raise.
@@ -218,6 +222,7 @@ def _require_known(inputs: Any, plan: Sampling, seed: int, n_jobs: int) -> None:
     """Raise for arguments that no run can use; warn of few samples."""
     Draw(seed)
     require_jobs(n_jobs)
+    require("scipy.special", "report")
     if isinstance(inputs, Tensor) and inputs.dim() and inputs.shape[0] == 0:
         raise ValueError(f"inputs has shape {tuple(inputs.shape)}: there is nothing to run the model on")
     if plan.samples is not None and plan.samples < FEW and plan.first is None:

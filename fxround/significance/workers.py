@@ -1,8 +1,9 @@
 """Distribute samples over processes or machines with joblib.
 
 A task is one sample of one batch: a function of (model, policy, seed, sample, batch). A worker unpickles and compiles a
-model once and keeps it by the digest of its bytes. Tasks are sent in waves and results are returned in the order of the
-tasks, so that a report depends neither on the number of workers nor on the backend, and results do not accumulate.
+model once and keeps it by the digest of its bytes. Tasks are sent in waves, one for each worker, and results are
+returned in the order of the tasks, so that a report depends neither on the number of workers nor on the backend, and
+results do not accumulate. Ctrl-C ends the workers, and what they have not returned is lost.
 The active joblib backend is used (``with joblib.parallel_config(backend="dask"): ...``), loky by default.
 """
 
@@ -26,6 +27,7 @@ from fxround.errors import shown
 from fxround.significance.bits import require
 from fxround.significance.inputs import ModelCall
 from fxround.significance.observed import Key, Sample, Watch, compiled_for, sample_stream
+from fxround.significance.stopping import Stopped, workers
 
 # Each thread of a worker process keeps its own model, because running a model sets the model's sample.
 _KEPT: Final = threading.local()
@@ -48,9 +50,9 @@ class Pool:
     def __init__(self, n_jobs: int) -> None:
         joblib = require("joblib", "distributed")
         self._dumps = require("cloudpickle", "distributed").dumps
-        self._pool = joblib.Parallel(n_jobs=n_jobs, return_as="list")
+        self._pool = joblib.Parallel(n_jobs=n_jobs, batch_size=1)
         self._delayed = joblib.delayed
-        self._wave = 2 * max(1, joblib.effective_n_jobs(n_jobs))
+        self._wave = max(1, joblib.effective_n_jobs(n_jobs))
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -60,10 +62,15 @@ class Pool:
         self._pool.__exit__(*error)
 
     def ordered(self, work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield what ``work`` returns for the arguments of each task, in the order of the tasks."""
+        """Yield what ``work`` returns for the arguments of each task, in the order of the tasks; end at Ctrl-C."""
         rest = iter(tasks)
         while wave := list(islice(rest, self._wave)):
-            yield from self._pool(self._delayed(work)(*task) for task in wave)
+            try:
+                with workers():
+                    results = self._pool(self._delayed(work)(*task) for task in wave)
+            except Stopped:
+                return
+            yield from results
 
     def packed(self, value: Any) -> Packed:
         """Return a value for a task's arguments, which ``kept`` unpacks in a worker."""

@@ -29,7 +29,7 @@ from fxround.significance.inputs import ModelCall, positive
 from fxround.significance.metrics import Metric
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.recorder import Measured, Recorder
-from fxround.significance.study import interruptible
+from fxround.significance.stopping import interruptible
 from fxround.significance.workers import require_jobs
 from fxround.tuning.comparison import ComparisonReport, PolicyResult
 from fxround.tuning.comparison_runs import Outcome, Run, Shared, outcome_of, said_of
@@ -259,7 +259,9 @@ class _Comparison:
         policy, recorders, error = self.chosen[name], self._recorders(), ""
         seconds, complete = 0.0, 0
         while complete < self._runs(policy) and not self.stopping():
-            run, outcome = next(outcomes)
+            run, outcome = next(outcomes, (None, None))
+            if run is None or outcome is None:  # Ctrl-C has ended the workers
+                break
             if run.policy != name:  # of a policy that has failed, of which workers had begun more
                 continue
             began = time.perf_counter()

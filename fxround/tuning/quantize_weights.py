@@ -25,7 +25,7 @@ from fxround.runtime.draw import Draw
 from fxround.significance.inputs import ModelCall, calls
 from fxround.significance.metrics import decibels
 from fxround.significance.progress import progress as shown_progress
-from fxround.significance.study import interruptible
+from fxround.significance.stopping import interruptible
 from fxround.spelling import nearest as near
 from fxround.tuning.adaround import AdaRound
 from fxround.tuning.discquant import DiscQuant

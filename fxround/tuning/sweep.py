@@ -27,7 +27,7 @@ from fxround.runtime.draw import Draw
 from fxround.significance.inputs import positive
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import version_of
-from fxround.significance.study import interruptible
+from fxround.significance.stopping import interruptible
 from fxround.significance.workers import Packed, Pool, kept, leave_interrupts_to_the_parent, require_jobs
 from fxround.tuning.comparison_runs import Kernels, said_of
 from fxround.tuning.studies import digest, read_file, reading, source_of
@@ -95,8 +95,9 @@ def sweep(
 
     Returns:
         A ``Sweep``, a mapping from names to policies; with ``train``, a ``SweepReport``. Ctrl-C ends the sweep after
-        the training that runs, and returns the report of what is complete; a second one interrupts at once, and the
-        file has what is complete. A training that raises an exception has it in its row, and the others go on.
+        the training that runs, with workers at once, and returns the report of what is complete; a second one
+        interrupts at once, and the file has what is complete. A training that raises an exception has it in its row,
+        and the others go on.
 
     Raises:
         TypeError, ValueError: for wrong arguments, an axis without values or with an unknown name, a value that no
@@ -205,9 +206,9 @@ class _Trainings:
         """Train what has not run, and return the report."""
         outcomes = (self.outcomes or self._alone)(self.waiting)
         for _ in self.waiting:
-            if self.stopping():
+            training = None if self.stopping() else next(outcomes, None)
+            if training is None:
                 break
-            training = next(outcomes)
             self.done[training.name, training.seed] = training
             self._write()
             self.tick()

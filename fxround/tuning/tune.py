@@ -22,7 +22,7 @@ from fxround.compiler.signature import require_module
 from fxround.runtime.draw import Draw
 from fxround.significance.inputs import positive
 from fxround.significance.progress import progress as shown_progress
-from fxround.significance.study import interruptible
+from fxround.significance.stopping import interruptible
 from fxround.tuning.costs import stores_of
 from fxround.tuning.goals import Goal, goal_of, require_budget
 from fxround.tuning.parts import Assignment, Formats, Part, PartCosts, known_word, part_costs, parts_of

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from fxround.significance import bits
 from fxround.significance.bits import (
     above,
     bits_from,
@@ -129,3 +131,10 @@ def test_the_general_method_needs_59_samples_for_95_percent() -> None:
     assert decimal(24) == pytest.approx(7.22, abs=0.005)
     with pytest.raises(ValueError, match="method is 'normal'"):
         significant_bits([[1.0], [2.0]], method="normal")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 4, 9, 19, 199, 65_535])
+@pytest.mark.parametrize("probability", [0.0005, 0.025, 0.25, 0.5, 0.95, 0.9999])
+def test_quantiles_are_those_of_scipys_distributions(freedom: int, probability: float) -> None:
+    assert bits._chi_square_quantile(probability, freedom) == stats.chi2.ppf(probability, freedom)
+    assert bits.student_quantile(probability, freedom) == stats.t.ppf(probability, freedom)
