@@ -168,6 +168,10 @@ _ADVICE: Final = (
         "compare by (a == b).all(), which is a tensor; for torch.cov and torch.corrcoef, which read numbers to check "
         "them, write x = x - x.mean(1, keepdim=True) and x @ x.mT / (x.shape[1] - 1)",
     ),
+    (
+        "aten.linalg_lstsq",
+        "pass driver='gelsy' or 'gels', which take matrices of full rank: others have results whose size is the rank",
+    ),
     ("_dispatch_kl", "write the formula of the two distributions: kl_divergence searches a table of their classes"),
     (
         "specialized integer",

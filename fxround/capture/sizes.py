@@ -89,13 +89,22 @@ def _expression(size: Any) -> Any:
 
 
 def ask_arguments_for_sizes(graph: fx.GraphModule) -> None:
-    """Take sizes from another input where the trace took them from a tangent.
+    """Take sizes from another input where the trace took them from a tangent, and from a shape if from a layout.
 
-    Computing results must not need tangents.
+    Computing results must not need tangents. A trace reads a size from the first place that has its expression, which
+    may be a stride or the offset of a view: those of a tensor that a kernel made, or of a view that was passed, are
+    other numbers.
     """
     aten = torch.ops.aten
     known: dict[str, tuple[fx.Node, int]] = {}
+    earlier: dict[str, tuple[fx.Node, int]] = {}
     for node in list(graph.graph.nodes):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for dim, size in enumerate(node.meta["val"].shape):
+                earlier.setdefault(str(size), (node, dim))
+        elif node.target in (aten.sym_stride.int, aten.sym_storage_offset.default):
+            _ask_elsewhere(graph, node, [node.meta["val"]], earlier)
+            continue
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
             if type(node.meta["desc"]).__name__ != "TangentAOTInput":
                 for dim, size in enumerate(node.meta["val"].shape):

@@ -112,7 +112,8 @@ def iterate(
         keep: k to return every k-th state too, stacked along a new first dimension; None for none.
         seed, sample, strict: as for ``compile`` and ``reseed``; not for a compiled step.
         check_finite: whether an infinity or a NaN in the last state is an error that names the first step that makes
-            one. The search runs the iteration again, with fewer steps, and only if there is one.
+            one. The search runs the iteration again, with fewer steps, and only if there is one. It takes it that a
+            state which is not finite stays so.
 
     Returns:
         The last state; with ``keep``, a tuple of it and the kept states: those after k, 2 k, ... steps.
@@ -165,8 +166,13 @@ def _raise_first(after: Callable[[int], Any], steps: int) -> NoReturn:
 
     after: the state after a number of steps, which is not finite after ``steps``.
     """
-    if _broken(after(0)):
-        raise FloatingPointError("the state has infinities or NaNs before the first step")
+    for path, leaf in pytree.tree_flatten_with_path(after(0))[0]:
+        if _broken(leaf):
+            where = tuple((~leaf.isfinite()).nonzero()[0].tolist())
+            raise FloatingPointError(
+                f"state{pytree.keystr(path)} is {leaf[where].item()} at {list(where)} before the first step: expected "
+                "finite numbers"
+            )
     finite, broken = 0, steps
     while broken - finite > 1:
         middle = (finite + broken) // 2

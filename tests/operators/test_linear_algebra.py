@@ -276,6 +276,38 @@ def test_results_and_gradients_are_those_of_mathematics(name: str) -> None:
     assert torch.equal(found, turned)
 
 
+VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda a: a[1:6, 2:7],
+    lambda a: a[::2, 1::2],
+    lambda a: a[1:6, 2:7].mT,
+    lambda a: a[1:6, 2:7].expand(2, 5, 5),
+    lambda a: a.as_strided((5, 5), (11, 2), 3),
+)
+OF_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "qr of rows": lambda a: torch.linalg.qr(a[..., :2, :])[1],
+    "qr of columns": lambda a: torch.linalg.qr(a[..., :3])[0],
+    "solve": lambda a: torch.linalg.solve(a, a[..., :2]),
+    "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT),
+    "solve_triangular": lambda a: torch.linalg.solve_triangular(a, a[..., :2], upper=True),
+    "lstsq": lambda a: torch.linalg.lstsq(a[..., :3], a[..., 3:]).solution,
+}
+
+
+@pytest.mark.part(2)
+@pytest.mark.parametrize("name", OF_VIEWS)
+def test_views_have_the_bits_and_gradients_of_their_copies(name: str) -> None:
+    """The offset of a view in memory is no size of the graph."""
+    compiled = fxround.compile(OF_VIEWS[name], "reproducible")
+    whole = torch.randn(10, 11, dtype=WIDE, generator=torch.Generator().manual_seed(2))
+    for view in (make(whole) for make in VIEWS):
+        results = []
+        for a in (view.detach().requires_grad_(), view.contiguous().clone().requires_grad_()):
+            y = compiled(a)
+            results.append((y, *torch.autograd.grad(y.square().sum(), a)))
+        for of_view, of_copy in zip(*results, strict=True):
+            assert torch.equal(of_view, of_copy)
+
+
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic"])
 def test_integers_are_eliminated_exactly(policy: str) -> None:
     """What needs no rounding is not moved by a rounding, also where its factors have several blocks."""
@@ -308,6 +340,10 @@ def test_a_batch_has_the_bits_of_its_matrices(function: Callable[..., Any]) -> N
         assert torch.equal(many[1, 2], single)
 
 
+def lower_system(a: Tensor, b: Tensor) -> Tensor:
+    return torch.linalg.solve_triangular(a, b, upper=False)
+
+
 OUTCOMES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "singular": (torch.linalg.solve, (torch.ones(3, 3), torch.ones(3, 1))),
     "singular in a batch": (torch.linalg.inv, (torch.stack([torch.eye(3), torch.ones(3, 3)]),)),
@@ -336,6 +372,32 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "integers": (torch.linalg.det, (torch.eye(3).long(),)),
     "a vector": (torch.linalg.inv, (torch.ones(3),)),
     "negative": (torch.logdet, (torch.tensor([[0.0, 1.0], [1.0, 0.0]]),)),
+    "an infinity": (torch.linalg.inv, (torch.tensor([[torch.inf, 0.0], [0.0, 1.0]]),)),
+    "an infinity, factors": (torch.linalg.lu_factor, (torch.tensor([[1.0, torch.inf], [2.0, 1.0]]),)),
+    "an infinity, determinant": (torch.linalg.slogdet, (torch.tensor([[torch.inf, 0.0], [0.0, 2.0]]),)),
+    "an infinity, indefinite": (torch.linalg.cholesky, (torch.tensor([[1.0, torch.inf], [torch.inf, 1.0]]),)),
+    "a NaN, orthogonal": (torch.linalg.qr, (torch.full((3, 2), torch.nan),)),
+    "a NaN, triangular": (lower_system, (torch.tensor([[torch.nan, 0.0], [1.0, 2.0]]), torch.ones(2, 1))),
+    "singular, triangular": (lower_system, (torch.tensor([[0.0, 0.0], [1.0, 2.0]]), torch.ones(2, 1))),
+    "singular, factor": (torch.cholesky_solve, (torch.ones(2, 1), torch.zeros(2, 2))),
+    "indefinite in a batch": (torch.linalg.cholesky, (torch.stack([torch.eye(3), -torch.eye(3)]),)),
+    "one element, zero": (torch.linalg.solve, (torch.zeros(1, 1), torch.ones(1, 1))),
+    "one element, definite": (torch.linalg.cholesky, (torch.full((2, 1, 1), 4.0),)),
+    "one element, equations": (torch.linalg.lstsq, (torch.full((1, 1), 2.0), torch.ones(1, 2))),
+    "empty, triangular": (lower_system, (torch.zeros(2, 0, 0), torch.zeros(2, 0, 3))),
+    "no definite matrices": (torch.linalg.cholesky, (torch.zeros(0, 3, 3),)),
+    "not square, definite": (torch.linalg.cholesky, (torch.ones(2, 3, 2),)),
+    "not square, determinant": (torch.linalg.slogdet, (torch.ones(2, 3),)),
+    "not square, triangular": (lower_system, (torch.ones(2, 3), torch.ones(2, 1))),
+    "not square, solution": (torch.linalg.solve, (torch.ones(2, 2, 3), torch.ones(2, 2, 1))),
+    "a batch of right sides": (lower_system, (torch.eye(2).expand(3, 2, 2), torch.ones(2, 2, 1))),
+    "half": (torch.linalg.lu, (torch.eye(2).half(),)),
+    "half, determinant": (torch.linalg.det, (torch.eye(2).bfloat16(),)),
+    "half, triangular": (lower_system, (torch.eye(2).half(), torch.ones(2, 1).half())),
+    "half, orthogonal": (torch.linalg.qr, (torch.eye(2).half(),)),
+    "half, equations": (torch.linalg.lstsq, (torch.eye(2).half(), torch.ones(2, 1).half())),
+    "integers, triangular": (lower_system, (torch.eye(2).long(), torch.ones(2, 1))),
+    "another driver": (lambda a, b: torch.linalg.lstsq(a, b, driver="svd"), (torch.eye(2), torch.ones(2, 1))),
 }
 
 
@@ -361,6 +423,37 @@ def test_bad_matrices_have_pytorchs_outcome(name: str) -> None:
     for ours, theirs in zip(*map(pytree.tree_leaves, (found, expected)), strict=True):
         assert ours.dtype == theirs.dtype
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+def test_an_infinity_is_divided_as_a_number() -> None:
+    """LAPACK multiplies by a reciprocal, which is 0, where the formula divides 0 by an infinity."""
+    a = torch.tensor([[torch.inf, 0.0], [0.0, 1.0]])
+    factor, info = fxround.compile(torch.linalg.cholesky_ex, "reproducible")(a)
+    assert torch.equal(factor, a) and info == 0
+
+
+@pytest.mark.parametrize(
+    "a, x",
+    [
+        ([[torch.inf, 0.0], [0.0, 4.0]], [[0.0], [0.25]]),
+        ([[torch.nan, 0.0], [0.0, 4.0]], [[torch.nan], [0.25]]),
+        ([[1.0, 0.0], [0.0, torch.inf]], [[torch.nan], [torch.nan]]),
+    ],
+)
+def test_least_squares_take_numbers_that_are_not_finite(a: list[list[float]], x: list[list[float]]) -> None:
+    """They say nothing of the rank. The last matrix has an infinity times 0 in a reflection."""
+    compiled = fxround.compile(lambda a, b: torch.linalg.lstsq(a, b).solution, "reproducible")
+    with torch.no_grad():
+        np.testing.assert_array_equal(compiled(torch.tensor(a), torch.ones(2, 1)), torch.tensor(x))
+
+
+def test_a_system_of_two_dtypes_and_least_squares_by_singular_values_are_refused() -> None:
+    """PyTorch converts B without a word, and a graph cannot have a shape that depends on a rank."""
+    a, b = torch.eye(2), torch.ones(2, 1)
+    with pytest.raises(fxround.CaptureError, match=r"expected A and B of one dtype, got torch\.float32 and"):
+        fxround.compile(lower_system, "reproducible")(a, b.double())
+    with pytest.raises(fxround.CaptureError, match="pass driver='gelsy' or 'gels'"):
+        fxround.compile(lambda a, b: torch.linalg.lstsq(a, b, driver="gelsd"), "reproducible")(a, b)
 
 
 def test_pivots_are_rows_under_policies_that_perturb_operands() -> None:

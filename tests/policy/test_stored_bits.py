@@ -44,13 +44,20 @@ def test_arrays_have_a_dtype_too() -> None:
         ("sbits(0)", torch.float64, r"sbits\(0\) of binary64 values, which have 52 stored bits: expected 1 to 52"),
         ("sbits(24)", torch.float32, "which have 23 stored bits: expected 1 to 23"),
         ("sbits(1)", torch.float8_e5m2, "of e5m2 values.* expected values of binary64, binary32, bfloat16 or binary16"),
-        ("sbits()", torch.float32, r"expected sbits\(bits\)"),
+        ("sbits()", torch.float32, r"expected sbits\(bits\) with numbers"),
+        ('sbits("x")', torch.float64, r"no format is named 'sbits\(\"x\"\)'; expected sbits\(bits\) with numbers"),
+        ("sbits(53)", torch.float64, "which have 52 stored bits: expected 1 to 52"),
         ("sbits(3)/nearest", torch.float32, "no rounding mode is named"),
     ],
 )
 def test_other_numbers_of_bits_are_refused(text: str, dtype: torch.dtype, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         fxround.round(torch.zeros(3).to(dtype), text)
+
+
+def test_a_format_alone_has_no_dtype() -> None:
+    with pytest.raises(ValueError, match=r"'sbits\(3\)' has the exponents of the values' dtype, .* not known here"):
+        fxround.Rounding.parse("sbits(3)")
 
 
 @pytest.mark.parametrize("dtype", FORMS)
@@ -118,3 +125,11 @@ def test_a_state_of_binary64_runs_with_few_stored_bits() -> None:
     np.testing.assert_array_equal(got.numpy() if isinstance(got, Tensor) else got, state)
     tiny = fxround.iterate(lambda s: s * s, torch.tensor([2.0**-300], dtype=torch.float64), 2, "sbits(50)")
     assert float(tiny) == 0.0
+
+
+def test_one_member_runs_alone_with_the_bits_of_an_ensemble_to_nearest() -> None:
+    start = torch.tensor([[1.0, 1.0, 1.0], [2.0, -1.0, 20.0]], dtype=torch.float64)
+    both = fxround.iterate(lambda s: s + 0.01 * field(s), start, 20, "sbits(9)")
+    for i in range(2):
+        alone = fxround.iterate(lambda s: s + 0.01 * field(s), start[i : i + 1], 20, "sbits(9)")
+        assert torch.equal(alone, both[i : i + 1])

@@ -430,8 +430,13 @@ class Format:
                 f"{shown(text)} is a dtype of {numbers}, which are not rounded: expected a floating-point format, like "
                 "'bfloat16', 'float16' or 'e4m3fn'"
             )
+        if re.fullmatch(r"sbits\([0-9]{1,4}\)", base):
+            raise ValueError(
+                f"{shown(text)} has the exponents of the values' dtype, which is not known here: name it in a policy, "
+                "a rule or fxround.round, or write ieee(exponent_bits,precision)"
+            )
         if "(" in base and (spelt := SPELT.get(base.partition("(")[0])):
-            raise ValueError(f"no format is named {shown(text)}; expected {spelt}")
+            raise ValueError(f"no format is named {shown(text)}; expected {spelt} with numbers")
         near = candidates(base) or get_close_matches(base[:40], NAMED, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         known = ", ".join((*NAMED, *NAMED_TABLES, *SPELT.values(), "binary8p3se"))

@@ -153,8 +153,9 @@ def solve_ex(
     packed, pivots, order = factors(flat(a))
     wide, right = broadcast(a, columns if left else columns.mT)
     packed = packed.reshape(a.shape)
-    order = order.reshape(*a.shape[:-1], 1).expand(*wide.shape[:-1], 1)
-    x = _solved(flat(packed.expand(wide.shape)), flat(order).squeeze(2), flat(right), not left).reshape(right.shape)
+    matrices = flat(packed.expand(wide.shape))
+    order = order.reshape(a.shape[:-1]).expand(wide.shape[:-1]).reshape(matrices.shape[:2])
+    x = _solved(matrices, order, flat(right), not left).reshape(right.shape)
     x = x if left else x.mT
     info = _zero_pivot(packed)
     if check_errors:

@@ -188,14 +188,15 @@ def lstsq(
     q, r = torch.linalg.qr(A if m >= n else A.mT)
     diagonal = r.detach().diagonal(0, -2, -1).abs()
     least = torch.finfo(A.dtype).eps * max(m, n) if rcond is None or rcond < 0 else rcond
-    bound = 0.0 if driver == "gels" else diagonal.amax(-1, keepdim=True) * least
-    full = diagonal > bound
-    aten._linalg_check_errors(first_of(~full & ~diagonal.isnan()), "torch.linalg.lstsq", is_matrix=A.dim() == 2)
+    # A column that is not finite says nothing of the rank.
+    largest = torch.where(diagonal.isfinite(), diagonal, 0.0).amax(-1, keepdim=True)
+    dependent = diagonal <= (0.0 if driver == "gels" else largest * least)
+    aten._linalg_check_errors(first_of(dependent), "torch.linalg.lstsq", is_matrix=A.dim() == 2)
     if m >= n:
         x = torch.linalg.solve_triangular(r, q.mT @ b, upper=True)
     else:
         x = q @ torch.linalg.solve_triangular(r.mT, b, upper=False)
-    rank = full.sum(-1) if driver != "gels" else full.new_empty([0], dtype=torch.int64)
+    rank = (~dependent).sum(-1) if driver != "gels" else dependent.new_empty([0], dtype=torch.int64)
     left = ((A @ x - b) ** 2).sum(-2).detach() if driver == "gels" and m > n else None
     return _least_squares(x, left, rank, vector)
 

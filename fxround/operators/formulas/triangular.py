@@ -22,7 +22,12 @@ BLOCK = 64
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return the matrices of x as [matrices, rows, columns]."""
+    """Return the matrices of x as [matrices, rows, columns]. Raises for dtypes that PyTorch does not factor either."""
+    if x.dtype not in (torch.float32, torch.float64):
+        raise NotImplementedError(
+            f"linear algebra of {x.dtype} is not implemented on the CPU: expected float32 or float64. Convert the "
+            "matrix with .float(); a policy has the format, such as 'bfloat16'."
+        )
     return x if x.dim() == 3 else x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
@@ -100,6 +105,8 @@ def solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, un
     if not left:
         x: Tensor = solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular)
         return x.mT
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"linalg.solve_triangular: expected A and B of one dtype, got {a.dtype} and {b.dtype}")
     a, b = broadcast(a, b)
     solve = solve_upper if upper else solve_lower
     return solve(flat(a), flat(b), unitriangular).reshape(b.shape)
