@@ -88,7 +88,7 @@ class Comparison:
     against: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SelftestReport(Tabled):
     """The comparisons of ``fxround.selftest``; all values were equal, bit for bit.
 

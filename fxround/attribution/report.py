@@ -90,7 +90,7 @@ class LayerDeviation:
         return None if not self.measured else self.deviation / self.measured
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AttributionReport(Tabled):
     """The findings of ``fxround.attribute``.
 

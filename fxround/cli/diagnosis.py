@@ -38,7 +38,7 @@ _STANDING: Final = {"tested": "tested", "warned": "not tested: it works, with a 
 _KNOWN: Final = ((1 + 2.0**-8, "bfloat16", 1.0), (1e6, "e5m2", float("inf")), (2.0**-11, "e4m3fn", 0.0))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis(Tabled):
     """The findings of ``fxround doctor``.
 

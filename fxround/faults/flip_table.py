@@ -49,7 +49,7 @@ class Flip:
     operator: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Flips(Table):
     """The bits that flipped in a call, as ``RoundedModule.flips`` returns them.
 

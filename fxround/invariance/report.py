@@ -63,7 +63,7 @@ class AxisResult:
         return f"{self.axis}: {self.distinct} results in {self.runs} runs ({', '.join(self.differing)}){where}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class InvarianceReport(Tabled):
     """The results of ``fxround.check_invariance``: one ``AxisResult`` per axis.
 

@@ -54,7 +54,7 @@ class Cancellation:
     elements: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CancellationReport(Tabled):
     """The nodes that add, worst first; ``bits`` is the threshold of ``many``."""
 

@@ -66,7 +66,7 @@ class Instability:
     index: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class InstabilityReport(Tabled):
     """The instabilities in the order of the graph. ``digits``: what an addition loses if it is counted."""
 

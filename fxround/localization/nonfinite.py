@@ -52,7 +52,7 @@ class Birth:
     reaches: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NonfiniteReport(Tabled):
     """The nodes that create NaNs or infinities, in the order of the graph; ``output``: how many the output has."""
 

@@ -58,7 +58,7 @@ class Culprits:
     failures: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LocalizeReport(Tabled):
     """The findings of ``fxround.localize``.
 

@@ -13,7 +13,7 @@ import numpy as np
 from fxround.policy import Policy
 from fxround.significance.bits import student_half_width
 from fxround.significance.figures import plain
-from fxround.views.table import Table, Value, of_notebook
+from fxround.views.table import Short, Table, Value, of_notebook
 
 WITHIN: Final = 0.01
 COLUMNS: Final = ("site", "width", "mode", "perplexity", "low", "high", "samples")
@@ -45,8 +45,8 @@ class Perplexity:
         return student_half_width(self.values, self.confidence)
 
 
-@dataclass(frozen=True)
-class PerplexityReport:
+@dataclass(frozen=True, repr=False)
+class PerplexityReport(Short):
     """The results of ``fxround.perplexity``.
 
     baseline    the perplexity under ``rest`` alone; None if Ctrl-C came before it

@@ -68,6 +68,11 @@ class Measured:
         return float((min if self.better == "higher" else max)(self.values))
 
     @property
+    def worst_at(self) -> int | None:
+        """The position of ``worst`` among the values; None if nobody has said which values are better."""
+        return self.values.index(self.worst) if self.worst in self.values else None
+
+    @property
     def changed_share(self) -> float:
         """The share of labels that changed in any sample, 0 to 1."""
         return self.changed / max(self.labels, 1)

@@ -68,7 +68,7 @@ class PolicyResult:
         return PolicyResult(data["name"], Policy.from_dict(data["policy"]), metrics, costs, *rest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ComparisonReport(Tabled):
     """The results of ``fxround.compare``, in the order of the policies.
 

@@ -39,7 +39,7 @@ class WeightRounding:
     left: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizationReport(Tabled):
     """What ``fxround.quantize_weights`` did, in the order in which the model reads its weights.
 

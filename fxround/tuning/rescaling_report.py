@@ -34,7 +34,7 @@ class Rescaling:
     reason: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RescalingReport(Tabled):
     """What ``fxround.rescale_channels`` did, in the order in which the model computes.
 

@@ -28,7 +28,7 @@ from fxround.views.table import Table, Tabled
 _NONE: Final = (None, False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep(Tabled, Mapping[str, Policy]):
     """Named policies, which ``fxround.compare`` takes as they are: a mapping from names to policies.
 

@@ -62,7 +62,7 @@ class TrainingRun:
         return TrainingRun(data["name"], Policy.from_dict(data["policy"]), *rest)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepReport(Tabled):
     """The trainings of ``fxround.sweep``.
 

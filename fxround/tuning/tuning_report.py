@@ -56,7 +56,7 @@ class EvaluatedAssignment:
     keeps: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TuningReport(Tabled):
     """The result of ``fxround.tune``.
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding, Scaling, any_rounding
 from fxround.numerics.modes import Rounding
+from fxround.views.table import Short
 
 # Formats of at most 8 bits list their values.
 _LISTED: Final = 256
@@ -28,8 +29,8 @@ _HOW: Final = {
 }
 
 
-@dataclass(frozen=True)
-class FormatDescription:
+@dataclass(frozen=True, repr=False)
+class FormatDescription(Short):
     """The numbers that a format can represent, and how rounding to it treats special cases.
 
     name              the name of the format
@@ -107,8 +108,8 @@ class FormatDescription:
         ]
 
 
-@dataclass(frozen=True)
-class ScaledDescription:
+@dataclass(frozen=True, repr=False)
+class ScaledDescription(Short):
     """The elements, blocks and scales of a scaled format.
 
     name      the name of the scaled format

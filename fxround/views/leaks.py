@@ -69,7 +69,7 @@ class Leak:
         return f"{self.value} ({self.producer}) -> {self.consumer} in {where}: {self.known}, not {self.declared}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Leaks(Table):
     """The values that are not in the format declared for them, as ``RoundedModule.leaks`` returns them.
 

@@ -76,7 +76,7 @@ class Group:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary(Table):
     """A table of operations in the order of the graph, as ``RoundedModule.summary`` returns it.
 
@@ -118,7 +118,7 @@ class Summary(Table):
         return data_frame([asdict(o) for o in self.operations], [f.name for f in fields(Operation)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Coverage(Table):
     """Counts of nodes and operations by status, as ``RoundedModule.coverage`` returns them.
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from fxround.errors import brief
+
 Value = str | int | float | None
 # The characters of a cell that a text shows. The rows, and what is made of them, have all.
 _LONGEST: Final = 200
@@ -25,8 +27,19 @@ _CSS = (
 )
 
 
-@dataclass(frozen=True)
-class Table:
+class Numeral(str):
+    """A number as text, with as many digits as it needs: it is aligned like a number."""
+
+
+class Short:
+    """What is printed as several lines: its repr is the class and the first of them."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {brief(str(self).partition(chr(10))[0])}>"
+
+
+@dataclass(frozen=True, repr=False)
+class Table(Short):
     """Column names, rows of values in the same order, a title and a note. ValueError for a row of another length."""
 
     columns: tuple[str, ...]
@@ -41,6 +54,10 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        columns = brief(", ".join(self.columns))
+        return f"<{type(self).__name__}: {len(self.rows)} rows of {columns}>"
 
     def __iter__(self) -> Iterator[dict[str, Value]]:
         return (dict(zip(self.columns, row, strict=True)) for row in self.rows)
@@ -63,7 +80,7 @@ class Table:
     @property
     def _numeric(self) -> list[bool]:
         """For each column, whether it holds no text and is therefore aligned to the right."""
-        return [all(not isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
+        return [not any(is_text(row[i]) for row in self.rows) for i in range(len(self.columns))]
 
     def __str__(self) -> str:
         shown = [[_shown(value) for value in row] for row in self.rows]
@@ -82,7 +99,7 @@ class Table:
         return f'{title}<table style="{table}"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{note}'
 
 
-class Tabled(ABC):
+class Tabled(Short, ABC):
     """A report: plain data (``to_dict``) that is shown as a table.
 
     It is available as JSON, data frame, text and HTML.
@@ -130,6 +147,11 @@ def data_frame(rows: list[dict[str, Any]], columns: list[str]) -> Any:
     return pandas.DataFrame(rows, columns=columns)
 
 
+def is_text(value: Value) -> bool:
+    """Whether a cell holds words, which are aligned to the left."""
+    return isinstance(value, str) and not isinstance(value, Numeral)
+
+
 def _shown(value: Value) -> str:
     if value is None:
         return ""
@@ -150,7 +172,7 @@ def _head(column: str, style: str, numeric: bool) -> str:
 
 
 def _cell(value: Value, style: str) -> str:
-    align = "" if isinstance(value, str) else ";text-align:right"
+    align = "" if is_text(value) else ";text-align:right"
     return f'<td style="{style}{align}">{html.escape(_shown(value))}</td>'
 
 

@@ -239,3 +239,10 @@ def test_the_array_of_jobs_in_the_document_gives_the_report_of_one_job(
     whole = fxround.variability(model.eval(), inputs, samples=20, capture="layers")
     assert figures_of(fxround.load_report(tmp_path / "whole.report")) == figures_of(whole)
     assert "Variability of Sequential" in (tmp_path / "whole.html").read_text(encoding="utf-8")
+
+
+def test_a_part_names_its_worst_sample_by_the_number_in_the_study() -> None:
+    net = torch.nn.Linear(4, 3).eval()
+    part = fxround.variability(net, torch.rand(5, 4), samples=3, first_sample=40, metrics=("sqnr",), reference=None)
+    (row,) = part.metrics_table()
+    assert row["which is"] == f"the least, sample {40 + part.metrics[0].values.index(part.metrics[0].worst)}"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import cli
+from fxround.significance.recorder import Measured
 from fxround.significance.report import CheckFailed, drawing, plots
 
 
@@ -113,7 +114,11 @@ def test_plots_show_the_reports_numbers(report: fxround.VariabilityReport, tmp_p
     np.testing.assert_array_equal(lines["worst"], [np.nan if f.worst is None else f.worst for f in report.places])
     np.testing.assert_array_equal(lines["= binary64"], [f.agreement["binary64"].bits for f in report.places])
     assert [bar.get_height() for bar in over_elements.patches] == list(report["output"].histogram)
-    assert [t.get_text() for t in samples.get_yticklabels()] == ["label_flips", "max_ulp", "sqnr"]
+    assert [t.get_text() for t in samples.get_yticklabels()] == [
+        "label_flips\n(worst: greatest)",
+        "max_ulp\n(worst: greatest)",
+        "sqnr\n(worst: least)",
+    ]
 
 
 def test_the_same_report_is_the_same_picture(report: fxround.VariabilityReport) -> None:
@@ -334,3 +339,31 @@ def test_a_notebook_shows_what_a_reader_must_see() -> None:
     ):
         assert text in shown
     assert "bits: CNH" in shown and shown.count("<table") == len(report.tables)
+
+
+def test_the_worst_value_says_which_it_is(report: fxround.VariabilityReport) -> None:
+    high = Measured("mine", "", "", "higher", (3.0, 1.0, 2.0))
+    low = replace(high, name="other", better="lower")
+    equal, unknown = replace(high, values=(1.0, 1.0)), replace(high, better="")
+    pairs = replace(high, name="dice_pairs")
+    rows = list(replace(report, metrics=(high, low, equal, unknown, pairs)).metrics_table())
+    assert [row["worst"] for row in rows] == ["1", "3", "1", "", "1"]
+    assert [row["which is"] for row in rows] == [
+        "the least, sample 1",
+        "the greatest, sample 0",
+        "the least, in all",
+        "",
+        "the least, pair 1",
+    ]
+
+
+def test_the_worst_element_is_named(report: fxround.VariabilityReport) -> None:
+    worst = report.outputs[0]
+    (sentence, *_) = report.worst_elements
+    assert f"the worst element is {list(worst.worst_at)}, {worst.worst:.2f} bits" in sentence
+    assert sentence in str(report) and sentence in report.to_html() and sentence in report._repr_html_()
+
+
+def test_a_repr_is_one_line(report: fxround.VariabilityReport) -> None:
+    for value in (report, report.table(), fxround.describe("mxfp8")):
+        assert len(repr(value)) < 200 and repr(value).startswith(f"<{type(value).__name__}: ")

@@ -24,6 +24,7 @@ from fxround.policy import Policy
 from fxround.significance.bits import above, decimal, general_probability, penalty, require
 from fxround.significance.elements import Bits, Elements
 from fxround.significance.figures import Figures, plain
+from fxround.significance.metrics import METRICS
 from fxround.significance.parts import Part
 from fxround.significance.places import OUTPUT, said_of_undrawn
 from fxround.significance.recorder import Measured
@@ -31,7 +32,7 @@ from fxround.significance.study import UNPERTURBED, Study
 from fxround.views.colouring import ByPolicy, Colouring
 from fxround.views.graph_views import to_networkx
 from fxround.views.pictures import drawn, write_picture
-from fxround.views.table import Table, Value, of_notebook
+from fxround.views.table import Numeral, Short, Table, Value, of_notebook
 
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
 # of sound elements there (tests/significance/test_figures.py).
@@ -59,8 +60,8 @@ class Adaptive:
     reached: bool
 
 
-@dataclass(frozen=True)
-class VariabilityReport:
+@dataclass(frozen=True, repr=False)
+class VariabilityReport(Short):
     """The results of ``fxround.variability``. A place is a result of the model, a layer or a node that was measured.
 
     policy, seed, method, confidence  as passed
@@ -185,19 +186,51 @@ class VariabilityReport:
         return Table(("perturbed alone", *COLUMNS), tuple((f.place.name, *_numbers(f)) for f in self.isolated))
 
     def metrics_table(self) -> Table:
-        """Return a table with one row per metric: mean, spread and worst value over the samples."""
-        columns = ("metric", "mean", "spread", "worst", "unit", "meaning")
-        worst = [f"{m.worst:.6g}" if m.better else "" for m in self.metrics]
+        """Return a table with one row per metric.
+
+        Its columns are mean, spread and worst value over the samples, which value the worst is and of which sample.
+        """
+        columns = ("metric", "mean", "spread", "worst", "which is", "unit", "meaning")
         rows = [
-            (m.name, f"{m.mean:.6g}", f"{m.spread:.3g}", least, m.unit, m.meaning)
-            for m, least in zip(self.metrics, worst, strict=True)
+            (
+                m.name,
+                Numeral(f"{m.mean:.6g}"),
+                Numeral(f"{m.spread:.3g}"),
+                Numeral(f"{m.worst:.6g}" if m.better else ""),
+                self._worst_is(m),
+                m.unit,
+                m.meaning,
+            )
+            for m in self.metrics
         ]
         return Table(columns, tuple(rows))
 
+    def _worst_is(self, metric: Measured) -> str:
+        """Return which value of a metric is the worst one, and of which sample."""
+        if metric.worst_at is None:
+            return ""
+        side = "least" if metric.better == "higher" else "greatest"
+        if len(set(metric.values)) == 1:
+            return f"the {side}, in all"
+        known = METRICS.get(metric.name)
+        first = 0 if self.part is None else self.part.first_sample
+        what = "pair" if known is not None and known.pairs else "sample"
+        return f"the {side}, {what} {first + metric.worst_at}"
+
     def __str__(self) -> str:
         tables = self.tables
-        last = "\n".join([*self.findings, *self.notes, self.legend])
+        last = "\n".join([*self.findings, *self.worst_elements, *self.notes, self.legend])
         return "\n\n".join([self.heading, *self.warnings, *map(str, tables), last])
+
+    @property
+    def worst_elements(self) -> tuple[str, ...]:
+        """A sentence for each result: its element with the fewest bits, with the mean and deviation of its samples."""
+        return tuple(
+            f"{f.place.name}: the worst element is {list(f.worst_at)}, {f.worst:.2f} bits: {f.worst_mean:.4g} with a "
+            f"deviation of {f.worst_sigma:.2g}."
+            for f in self.outputs
+            if f.worst is not None
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -423,7 +456,7 @@ class VariabilityReport:
         return text
 
     def _repr_html_(self) -> str:
-        said = (*self.warnings, *self.findings, *self.notes)
+        said = (*self.warnings, *self.findings, *self.worst_elements, *self.notes)
         return of_notebook(self.heading, self.tables, said, self.legend)
 
     # ---- continuous integration ----

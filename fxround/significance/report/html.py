@@ -17,7 +17,7 @@ from fxround.significance.report.drawing import ByBits
 from fxround.views.colouring import ByPolicy
 from fxround.views.graph_page import embedded_json
 from fxround.views.pictures import drawn, embedded
-from fxround.views.table import Table, Value
+from fxround.views.table import Table, Value, is_text
 
 if TYPE_CHECKING:
     from fxround.significance.report import VariabilityReport
@@ -65,7 +65,7 @@ def page(report: VariabilityReport) -> str:
         f"<h1>{escape(title)}</h1><p class='sub'>{escape(report.heading)}</p>",
         "".join(map(finding, report.warnings)),
         _cards(report),
-        "".join(finding(text) for text in (*report.findings, *report.notes)),
+        "".join(finding(text) for text in (*report.findings, *report.worst_elements, *report.notes)),
         section(
             "Results and layers", _figures(report) + f"<p class='legend'>{escape(report.legend)}<br>{_READING}</p>"
         ),
@@ -126,7 +126,7 @@ def _rail(f: Figures) -> str:
 
 def table_html(table: Table, marks: list[str] | None = None) -> str:
     """Return a table. marks: what follows the second cell of each row."""
-    texts = [any(isinstance(row[i], str) for row in table.rows) for i in range(len(table.columns))]
+    texts = [any(is_text(row[i]) for row in table.rows) for i in range(len(table.columns))]
     marked = zip(table.columns, texts, strict=True)
     heads = "".join(f"<th{' class=text' if text else ''}>{escape(column)}</th>" for column, text in marked)
     rows = []
@@ -140,7 +140,7 @@ def table_html(table: Table, marks: list[str] | None = None) -> str:
 
 def _cell(value: Value) -> str:
     if isinstance(value, str):
-        return f"<td class='text'>{escape(value)}</td>"
+        return f"<td{' class=text' if is_text(value) else ''}>{escape(value)}</td>"
     return f"<td>{'' if value is None else f'{value:.2f}' if isinstance(value, float) else f'{value:,}'}</td>"
 
 

@@ -18,6 +18,7 @@ from fxround.significance.bits import require
 from fxround.significance.figures import Figures
 
 if TYPE_CHECKING:
+    from fxround.significance.recorder import Measured
     from fxround.significance.report import VariabilityReport
 
 MEAN: Final = "#1c7ed6"
@@ -162,8 +163,15 @@ def _metrics(report: VariabilityReport, axes: Any) -> None:
         axes.plot(place, np.full(len(values), row), "o", color=MEAN, alpha=0.55, markersize=6)
         for at, text, align in ((-0.03, f"{low:.6g}", "right"), (1.03, f"{high:.6g} {metric.unit}", "left")):
             axes.text(at, row, text, ha=align, va="center", fontsize=8, color=INK)
-    axes.set_yticks(range(len(rows)), [m.name for m in reversed(rows)])
+    axes.set_yticks(range(len(rows)), [_metric_label(m) for m in reversed(rows)])
     axes.set(title="Spread of the samples, each metric from its least to its greatest value", xlim=(-0.2, 1.25))
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xticks([])
     axes.grid(False)
+
+
+def _metric_label(metric: Measured) -> str:
+    """Return a metric's name, and which of its values is the worst."""
+    if not metric.better:
+        return metric.name
+    return f"{metric.name}\n(worst: {'least' if metric.better == 'higher' else 'greatest'})"
