@@ -383,3 +383,37 @@ def test_a_selection_of_one_number_and_a_choice_that_broadcasts() -> None:
         for _ in range(4):
             state = compiled(state)
         assert torch.equal(fxround.iterate(step, x, 4, "reproducible"), state)
+
+
+def test_a_loop_over_complex_numbers_has_gradients() -> None:
+    def factors(w: Tensor, x: Tensor) -> Tensor:
+        return w * torch.view_as_complex(x)
+
+    def looped(state: Tensor, w: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+        def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            state = state * factors(w, x)
+            return state, state * 2
+
+        return scan(step, state, xs)  # type: ignore[no-any-return]
+
+    def unrolled(state: Tensor, w: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+        rows = []
+        for x in xs:
+            state = state * factors(w, x)
+            rows.append(state * 2)
+        return state, torch.stack(rows)
+
+    generator = torch.Generator().manual_seed(1)
+    state, w = (torch.randn(3, dtype=torch.complex64, generator=generator) for _ in range(2))
+    xs = torch.randn(4, 3, 2, generator=generator)
+    results = []
+    for function in (looped, unrolled):
+        leaves = [x.clone().requires_grad_() for x in (state, w, xs)]
+        last, rows = fxround.compile(function, "bfloat16")(*leaves)
+        gradients = torch.autograd.grad(torch.view_as_real(rows).square().sum() + last.real.sum(), leaves)
+        results.append((last, rows, *gradients))
+    for of_loop, of_steps in zip(*results, strict=True):
+        assert torch.equal(of_loop, of_steps)
+    inputs = torch.view_as_complex(xs).requires_grad_()
+    with pytest.raises(fxround.CaptureError, match=r"complex inputs with gradients as torch\.view_as_real"):
+        fxround.compile(lambda s, x: scan(lambda s, x: (s * x, s), s, x), "bfloat16")(state, inputs)

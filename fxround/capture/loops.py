@@ -131,8 +131,8 @@ def _differentiated(operands: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in operands)
 
 
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
+def _is_differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _separate(step: Body, carries: int) -> Body:
@@ -230,7 +230,7 @@ def _differentiate(step: Body, operands: Sequence[Any], carries: int) -> _Parts:
     """Return the parts of a body. The first ``carries`` operands change, so that they are saved and not read."""
     from torch._higher_order_ops.utils import materialize_as_graph
 
-    wanted = tuple(i for i, x in enumerate(operands) if _is_float(x) and (i < carries or x.requires_grad))
+    wanted = tuple(i for i, x in enumerate(operands) if _is_differentiable(x) and (i < carries or x.requires_grad))
     plain = tuple(
         x.detach().requires_grad_(i in wanted) if isinstance(x, Tensor) else x for i, x in enumerate(operands)
     )
@@ -240,7 +240,7 @@ def _differentiate(step: Body, operands: Sequence[Any], carries: int) -> _Parts:
 
     def probe(*args: Any) -> Any:
         results = step(*args)
-        flags[:] = [_is_float(r) and r.requires_grad for r in results]
+        flags[:] = [_is_differentiable(r) and r.requires_grad for r in results]
         shapes[:] = [_outputs(r) for r in results]
         return results
 
@@ -368,7 +368,9 @@ class _Scan(torch.autograd.Function):
         with disable_proxy_modes_tracing():
             flags = [isinstance(x, Tensor) and x.requires_grad for x in operands]
             one = [*first, *(first_slice_copy(x) for x in xs), *others]
-            example = [x.detach().requires_grad_(f) if _is_float(x) else x for x, f in zip(one, flags, strict=True)]
+            example = [
+                x.detach().requires_grad_(f) if _is_differentiable(x) else x for x, f in zip(one, flags, strict=True)
+            ]
             parts = _differentiate(step, example, carries)
         with torch._C._AutoDispatchBelowAutograd():
             computed = tuple(SCAN(parts.forward, list(first), list(xs), tuple(others)))
@@ -431,7 +433,7 @@ class _Cond(torch.autograd.Function):
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
         with disable_proxy_modes_tracing():
-            example = [x.detach().requires_grad_(x.requires_grad) if _is_float(x) else x for x in operands]
+            example = [x.detach().requires_grad_(x.requires_grad) if _is_differentiable(x) else x for x in operands]
             parts = [_differentiate(f, example, 0) for f in (step, other)]
         results = parts[0].results
         saved = [len(part.saved) for part in parts]

@@ -169,6 +169,11 @@ _ADVICE: Final = (
         "them, write x = x - x.mean(1, keepdim=True) and x @ x.mT / (x.shape[1] - 1)",
     ),
     (
+        "select_copy does not support automatic differentiation",
+        "give a loop complex inputs with gradients as torch.view_as_real(inputs), and let the step call "
+        "torch.view_as_complex",
+    ),
+    (
         "aten.linalg_lstsq",
         "pass driver='gelsy' or 'gels', which take matrices of full rank: others have results whose size is the rank",
     ),
