@@ -189,7 +189,7 @@ class Judge:
         except Unbuildable as e:
             self.record |= {"outcome": "unbuildable", "reason": brief(e)}
         except FxroundError as e:
-            self.record |= {"outcome": "refused", "reason": f"{type(e).__name__}: {brief(e)}"}
+            self.record |= {"outcome": "refused", "reason": brief(e, _WHOLE)}
         except Exception as e:  # any other exception that passes through fxround is a finding
             self._foreign(e)
             self.record |= {"outcome": "failed", "reason": f"{type(e).__name__}: {brief(e)}"}
@@ -336,7 +336,7 @@ class Judge:
             second = gradients(module, example.args, example.kwargs)
             verdict["unrounded"] = len(module.coverage().unrounded)
         except FxroundError as e:
-            verdict["reason"] = f"{type(e).__name__}: {brief(e)}"
+            verdict["reason"] = brief(e, _WHOLE)
             return
         except Exception as e:  # recorded as a misfit
             self._foreign(e)
@@ -387,6 +387,10 @@ def distance(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 def bound(policy: str, stock: float) -> float:
     """Return the largest permitted error: stock float32's, scaled by the policy's unit roundoff and SLACK."""
     return min(ALL, SLACK * POLICIES[policy] * max(stock, FLOOR / SLACK))
+
+
+# Characters of a refusal that is kept whole: the page has its sentences.
+_WHOLE: Final = 2000
 
 
 def brief(e: BaseException, most: int = 300) -> str:
