@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from multiprocessing import resource_tracker
 from types import FrameType
 
 from fxround.significance.progress import LOGGER
@@ -62,6 +63,8 @@ def workers() -> Iterator[None]:
     # A new process inherits what its parent's thread blocks. Python's handler runs whichever thread has the signal.
     taker = threading.Thread(target=over.wait, name="fxround-interrupts", daemon=True)
     taker.start()
+    # Where it starts, Python 3.11 unblocks the signal afterwards, and a worker would start it.
+    resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     _WAITS.set()
     try:
