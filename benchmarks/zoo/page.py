@@ -157,7 +157,7 @@ def refusals(records: Sequence[Record]) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return a refusal's reason and advice as sentences, without its line and its model, so that equal ones are grouped."""
+    """Return a refusal's reason and advice as sentences, without its line and model, so that equal ones are grouped."""
     told, _, advice = (text.partition(" reason ")[2] or text).partition(" change ")
     return " ".join(_sentence(part) for part in (told, advice) if part.strip())
 
@@ -165,7 +165,7 @@ def _reason(text: str) -> str:
 def _sentence(text: str) -> str:
     """Return the text with a capital, unless it begins with a name of code, and with a full stop."""
     text = text.strip()
-    first, end = text.partition(" ")[0], "" if text.endswith((".", "!", "?")) else "."
+    first, end = text.partition(" ")[0], "" if text.endswith((".", "!", "?", "…")) else "."
     return f"{text[:1].upper() if first.isalpha() else text[:1]}{text[1:]}{end}"
 
 
