@@ -45,6 +45,8 @@ from fxround.policy import Policy
 from fxround.significance.inputs import positive
 from fxround.significance.moments import Moments
 from fxround.significance.places import places
+from fxround.significance.progress import Tick
+from fxround.significance.progress import progress as shown_progress
 from fxround.training.optimizer import RoundedOptimizer
 from fxround.views.graph_views import to_networkx
 
@@ -52,6 +54,10 @@ MOST_ELEMENTS: Final = 4096
 MOST_PROBES: Final = 64
 
 Output = Callable[[Any], Any]
+
+
+def _silent(note: str = "") -> None:
+    """Show no step."""
 
 
 def attribute(
@@ -68,6 +74,7 @@ def attribute(
     check: int = 0,
     seed: int = 0,
     sample: int = 0,
+    progress: bool | None = None,
 ) -> AttributionReport:
     """Attribute the error of a result to the roundings that cause it, from one run and its derivatives.
 
@@ -95,6 +102,7 @@ def attribute(
             0 for none. At least 2.
         seed: 0 to 2^63 - 1, the seed of the run's random bits, and of the signs.
         sample: 0 to 2^32 - 1, the sample of the run.
+        progress: whether to show progress, a step for each pass; None shows it in a terminal or a notebook.
 
     Returns:
         An ``AttributionReport``; ``report.trusted`` says whether its figures can be relied on.
@@ -132,33 +140,38 @@ def attribute(
     random, signs = subject.draws, torch.Generator().manual_seed(seed)
     # What a format does is one error: the signs leave its square as uncertain as they can.
     passes = max(probes, MOST_PROBES) if tried else probes
-    run, states = subject.linearized(signs if random else None, layers, tried)
-    result = _Result.of(states, spec, output)
-    if elements and result.count > MOST_ELEMENTS:
-        raise ValueError(
-            f"elements=True: the result has {result.count:,} elements, expected at most {MOST_ELEMENTS:,}; choose some "
-            "by output=lambda result: ..."
-        )
-    told: dict[str, Any] = {}
-    if random:
-        spread = _Spread.of(run, result, result.count if elements else passes, signs)
-        if check:
-            samples = _Samples.of(subject, output, layers, check)
-            layer_results = {node: _Result.of_layer(run.seen[node]) for node in layers}
-            predicted = [_Spread.of(run, layer_results[node], probes, signs) for node in layers]
-            told |= {"measured": samples.deviation, "samples": check, "noise": noise_of(spread.variation, check)}
-            told["layers"] = tuple(
-                LayerDeviation(name, node, one.deviation, rms(layer_results[node].bits), samples.layers[node])
-                for (node, name), one in zip(layers.items(), predicted, strict=True)
+    with shown_progress(f"{type(model).__name__} attribution", None, progress) as tick:
+        run, states = subject.linearized(signs if random else None, layers, tried)
+        tick()
+        result = _Result.of(states, spec, output)
+        if elements and result.count > MOST_ELEMENTS:
+            raise ValueError(
+                f"elements=True: the result has {result.count:,} elements, expected at most {MOST_ELEMENTS:,}; choose "
+                "some by output=lambda result: ..."
             )
-        rows, deviation = spread.rows(run.sites), spread.deviation
-        told |= {"uncertainty": spread.uncertainty, "elements": spread.each(result) if elements else None}
-    else:
-        values, _ = subject.evaluated(exact=True)
-        exact = _Result.of([State.constant(value) for value in values], spec, output)
-        told |= {"measured": rms(result.bits - exact.bits), "remaining": rms(result.bits - result.moved - exact.bits)}
-        rows, deviation = _signed(run, result, passes, signs), rms(result.moved)
-        told["error"] = result.moved.reshape(result.shape)
+        told: dict[str, Any] = {}
+        if random:
+            spread = _Spread.of(run, result, result.count if elements else passes, signs, tick)
+            if check:
+                samples = _Samples.of(subject, output, layers, check, tick)
+                layer_results = {node: _Result.of_layer(run.seen[node]) for node in layers}
+                predicted = [_Spread.of(run, layer_results[node], probes, signs, tick) for node in layers]
+                told |= {"measured": samples.deviation, "samples": check, "noise": noise_of(spread.variation, check)}
+                told["layers"] = tuple(
+                    LayerDeviation(name, node, one.deviation, rms(layer_results[node].bits), samples.layers[node])
+                    for (node, name), one in zip(layers.items(), predicted, strict=True)
+                )
+            rows, deviation = spread.rows(run.sites), spread.deviation
+            told |= {"uncertainty": spread.uncertainty, "elements": spread.each(result) if elements else None}
+        else:
+            values, _ = subject.evaluated(exact=True)
+            exact = _Result.of([State.constant(value) for value in values], spec, output)
+            told |= {
+                "measured": rms(result.bits - exact.bits),
+                "remaining": rms(result.bits - result.moved - exact.bits),
+            }
+            rows, deviation = _signed(run, result, passes, signs, tick), rms(result.moved)
+            told["error"] = result.moved.reshape(result.shape)
     if (missed := rms(result.missed)) > DOUBT * deviation:
         place = Site("", "", "output", "", "", "", "the function of the result")
         rows.append(SiteShare.of("output", place, 0.0, 0.0, missed / deviation if deviation else math.inf, ()))
@@ -323,7 +336,7 @@ class _Spread:
     exact: bool
 
     @staticmethod
-    def of(run: Linearized, result: _Result, passes: int, signs: torch.Generator) -> _Spread:
+    def of(run: Linearized, result: _Result, passes: int, signs: torch.Generator, tick: Tick = _silent) -> _Spread:
         """Run the passes: one for each element, if there are no more elements than passes.
 
         Twice as many, and so on up to ``MOST_PROBES``, while the signs leave the deviation less certain than a tenth.
@@ -333,10 +346,14 @@ class _Spread:
         while result.count > passes:
             while len(spread.passes) < passes:
                 spread.passes.append(run.backward(result.derived, half.bernoulli(generator=signs) * 2 - 1))
+                tick()
             if passes >= MOST_PROBES or spread.is_certain:
                 return spread
             passes = min(2 * passes, MOST_PROBES)
-        made = [run.backward(result.derived, direction) for direction in torch.eye(result.count)]
+        made = []
+        for direction in torch.eye(result.count):
+            made.append(run.backward(result.derived, direction))
+            tick()
         return _Spread(made, result.count, True)
 
     @property
@@ -408,12 +425,15 @@ class _Spread:
         return _joined(parts, math.sqrt(total))
 
 
-def _signed(run: Linearized, result: _Result, probes: int, signs: torch.Generator) -> list[SiteShare]:
+def _signed(
+    run: Linearized, result: _Result, probes: int, signs: torch.Generator, tick: Tick = _silent
+) -> list[SiteShare]:
     """Return the rows of a policy that draws nothing: the parts of the error along its own direction."""
     size = float(result.moved.norm())
     direction = result.moved / size if size else torch.zeros_like(result.moved)
     effects = run.backward(result.derived, direction)
-    spread = _Spread.of(run, result, probes, signs) if run.formats else None
+    tick()
+    spread = _Spread.of(run, result, probes, signs, tick) if run.formats else None
     scale = math.sqrt(result.count)
     parts = []
     for i, (site, one) in enumerate(zip(run.sites, effects, strict=True)):
@@ -446,7 +466,7 @@ class _Samples:
     layers: dict[str, float]
 
     @staticmethod
-    def of(subject: Subject, output: Output | None, layers: Collection[str], samples: int) -> _Samples:
+    def of(subject: Subject, output: Output | None, layers: Collection[str], samples: int, tick: Tick) -> _Samples:
         """Run the samples."""
         measured: dict[str, Moments] = {}
 
@@ -460,6 +480,7 @@ class _Samples:
             wide = pytree.tree_unflatten([x.double() if is_float(x) else x for x in leaves], subject.spec)
             made = _tensors(wide if output is None else widely(output, wide), output is not None)
             add("", torch.cat([tensor.detach().reshape(-1) for tensor in made]).double())
+            tick()
         # Of a sample, not of a population.
         more = math.sqrt(samples / (samples - 1))
         spreads = {name: more * rms(torch.from_numpy(moments.sigma())) for name, moments in measured.items()}

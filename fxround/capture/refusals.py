@@ -305,7 +305,8 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
     general = _OF_A_TOOL if _is_hook_of_a_tool(frames) else of_hint
     advice = next((a for key, a in _ADVICE if key in text), general)
     explanation = re.search(r"Explanation: ([^\n]+)", text)
-    said = text.strip().partition("\n")[0] + (f" ({explanation[1].strip()})" if explanation else "")
+    first = text.strip().partition("\n")[0] or f"{type(error.__cause__ or error).__name__} without a message"
+    said = first + (f" ({explanation[1].strip()})" if explanation else "")
     changed = _CHANGED_STATE.search(text)
     if changed:
         loop, part, what, *values = changed.groups()

@@ -29,6 +29,8 @@ from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.runtime.cpu.code import instruction_set
 from fxround.significance.inputs import ModelCall, calls
+from fxround.significance.progress import progress as shown_progress
+from fxround.significance.stopping import interruptible
 
 
 def check_invariance(
@@ -41,6 +43,7 @@ def check_invariance(
     dim: int = 0,
     build: Build | None = None,
     first: bool = True,
+    progress: bool | None = None,
 ) -> InvarianceReport:
     """Count the distinct results of a model when its batch, memory layout, threads, code, device or process change.
 
@@ -57,9 +60,11 @@ def check_invariance(
         build: a function or ``"module:function"`` that makes the model in another process, for a model that cannot be
             pickled.
         first: whether to find the first operation that differs; this keeps the values of one run in memory.
+        progress: whether to show progress, a step for each axis; None shows it in a terminal or a notebook.
 
     Returns:
-        An ``InvarianceReport`` with one ``AxisResult`` per axis.
+        An ``InvarianceReport`` with one ``AxisResult`` per axis. Ctrl-C ends the comparison after the running axis and
+        returns the axes compared so far; such a report is not invariant.
 
     Raises:
         ValueError: for an unknown axis, a dimension that no argument has, inputs to which no axis applies, or a policy
@@ -77,11 +82,19 @@ def check_invariance(
     call = next(calls(getattr(model, "source", model), inputs))
     _require_dim(dim, call)
     comparison = _Comparison(_subject(model, policy, gradients), call, dim, build, first)
-    compared = tuple(comparison.axis(axis) for axis in asked)
-    if not any(axis.distinct for axis in compared):
+    compared: list[AxisResult] = []
+    label = f"{comparison.subject.name} invariance"
+    with shown_progress(label, len(asked), progress) as tick, interruptible() as stopped:
+        for axis in asked:
+            if stopped():
+                break
+            compared.append(comparison.axis(axis))
+            tick(axis.name)
+    remaining = tuple(axis.name for axis in asked[len(compared) :])
+    if not remaining and not any(axis.distinct for axis in compared):
         reasons = "; ".join(f"{axis.axis}: {axis.reason}" for axis in compared)
         raise ValueError(f"no axis applies to {comparison.subject.name} and these inputs: {reasons}")
-    return InvarianceReport(comparison.subject.name, comparison.subject.policy, gradients, compared)
+    return InvarianceReport(comparison.subject.name, comparison.subject.policy, gradients, tuple(compared), remaining)
 
 
 def _axes(names: Sequence[str]) -> list[Axis]:

@@ -71,6 +71,7 @@ class InvarianceReport(Tabled):
     policy      the name of the policy
     gradients   whether gradients were compared too
     axes        the results, in the order of the axes passed
+    remaining   the axes that were not compared, because Ctrl-C came before
 
     ``report["batch"]`` is one axis; ``print(report)``, ``table()``, ``to_dict()`` and ``to_json()`` show all of them.
     Example::
@@ -84,11 +85,12 @@ class InvarianceReport(Tabled):
     policy: str
     gradients: bool
     axes: tuple[AxisResult, ...]
+    remaining: tuple[str, ...] = ()
 
     @property
     def invariant(self) -> bool:
-        """Whether every axis that applies has one distinct result."""
-        return all(axis.invariant for axis in self.axes)
+        """Whether every axis was compared, and has one distinct result if it applies."""
+        return not self.remaining and all(axis.invariant for axis in self.axes)
 
     def __getitem__(self, name: str) -> AxisResult:
         """The axis of that name. Raises KeyError listing the axes of the report."""
@@ -98,10 +100,14 @@ class InvarianceReport(Tabled):
         return named
 
     def check(self) -> InvarianceReport:
-        """Return the report. Raises NotInvariant if an axis changed bits."""
+        """Return the report. Raises NotInvariant if an axis changed bits, or was not compared."""
         wrong = [str(axis) for axis in self.axes if not axis.invariant]
         if wrong:
             raise NotInvariant(f"{self.model}, policy {self.policy}, is not invariant:\n  " + "\n  ".join(wrong))
+        if self.remaining:
+            raise NotInvariant(
+                f"{self.model}, policy {self.policy}: Ctrl-C came before {', '.join(self.remaining)} could be compared"
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,13 +121,15 @@ class InvarianceReport(Tabled):
             for a in self.axes
         )
         title = f"{self.model}, policy {self.policy}: {'results and gradients' if self.gradients else 'results'}"
+        title += f", INTERRUPTED before {', '.join(self.remaining)}" if self.remaining else ""
         columns = ("axis", "distinct", "runs", "compared", "differs first")
         return Table(columns, rows, title=title, note=self._note())
 
     def _note(self) -> str:
         lines = [f"{a.axis}: {len(a.refused)} runs raised, the first {a.refused[0]}" for a in self.axes if a.refused]
         wrong = [a.axis for a in self.axes if not a.invariant]
-        lines.append(f"Not invariant: {', '.join(wrong)}." if wrong else "Every result has the same bits.")
+        same = "Every result so far has the same bits." if self.remaining else "Every result has the same bits."
+        lines.append(f"Not invariant: {', '.join(wrong)}." if wrong else same)
         return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ from fxround.numerics.specification.exact import quantum, round_exact
 from fxround.operators.rules import RULES
 
 POLICIES = ("stochastic", "bfloat16", "up_down", "cestac", "e4m3fn/stochastic", "mxfp4", "reproducible")
+
+
+@pytest.mark.parametrize("policy, steps", [("stochastic", 1 + 3), ("bfloat16", 1 + 1)])
+def test_each_pass_is_a_step(policy: str, steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The run, then a pass for each of three elements, or one in the direction of the error."""
+    with caplog.at_level(logging.INFO, "fxround"):
+        fxround.attribute(nn.Linear(4, 3), torch.rand(1, 4), policy, progress=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" and ")[0] for text in said] == [f"Linear attribution: ended after {steps} steps"]
 
 
 class Chain(nn.Module):

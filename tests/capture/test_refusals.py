@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxround
+from fxround.capture.refusals import explained
 from fxround.compiler.torch_backend import rounding_backend
 from fxround.errors import CaptureError
 
@@ -272,3 +273,7 @@ def own_hook(module: nn.Module, args: Any, result: Any) -> None:
 
 
 LOCK: Final = threading.Lock()
+
+
+def test_an_error_without_a_message_is_named() -> None:
+    assert "reason  AssertionError without a message\n" in str(explained(nn.Linear(1, 1), AssertionError()))

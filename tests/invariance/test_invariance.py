@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from fxround import Policy, Rule, check_invariance, cli
 from fxround.invariance.cases import AXES, Inapplicable, Row
 from fxround.invariance.difference import BatchRows
 from fxround.invariance.process import _Rebuilt
+from fxround.invariance.report import NotInvariant
 from fxround.invariance.subjects import Compiled, Eager
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.significance.inputs import ModelCall
@@ -327,3 +332,28 @@ def test_stock_kernels_run_as_every_instruction_set_in_processes_of_their_own() 
     (group,) = AXES["isa"].groups(call, 0, True)
     assert [dict(case.setting.environment)["ATEN_CPU_CAPABILITY"] for case in group.cases][-1] == "default"
     assert all(case.setting.process for case in group.cases)
+
+
+def test_ctrl_c_leaves_the_axes_that_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, module = AXES["slice"].groups, importlib.import_module("fxround.invariance.check")
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return groups(*arguments)
+
+    monkeypatch.setattr(module, "AXES", {**AXES, "slice": replace(AXES["slice"], groups=interrupted)})
+    report = check_invariance(network(), torch.rand(3, 40), HERE)
+    assert [axis.axis for axis in report.axes] == ["batch", "slice"] and report.remaining == ("stride", "threads")
+    assert all(axis.distinct == 1 for axis in report.axes) and not report.invariant
+    assert "INTERRUPTED before stride, threads" in str(report) and "Every result so far" in str(report)
+    with pytest.raises(NotInvariant, match="Ctrl-C came before stride, threads could be compared"):
+        report.check()
+
+
+def test_each_axis_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "fxround"):
+        report = check_invariance(network(), torch.rand(3, 40), HASTE, progress=False)
+    assert report.invariant and report.remaining == ()
+    assert any(
+        record.getMessage().startswith("Sequential invariance: ended after 2 steps") for record in caplog.records
+    )
