@@ -42,8 +42,9 @@ def counting(kernel: K, accumulate: str, number: int | None) -> K:
     narrowed = narrow(acc) if acc.type == "f64" and kernel.result == "f32" else acc
     finish = Function("finish", (acc, *others), (store(narrowed, kernel.result),))
     changed: dict[str, Any] = {"step": counts(kernel.step, how.step.format), "finish": finish}
-    if isinstance(kernel, Contract) and kernel.combine is not None and how.combine is not None:
-        changed["combine"] = counts(kernel.combine, how.combine.format)
+    partial = how.of_partial_sums
+    if isinstance(kernel, Contract) and kernel.combine is not None and partial is not None:
+        changed["combine"] = counts(kernel.combine, partial.format)
     if isinstance(kernel, Reduce):
         changed["combine"] = counts(kernel.combine, how.step.format)
     if isinstance(kernel, Reduce | Scan):

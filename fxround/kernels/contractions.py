@@ -32,6 +32,7 @@ from fxround.numerics.arithmetic.scalar import (
     Function,
     Type,
     bits,
+    const,
     fma,
     from_bits,
     narrow,
@@ -53,12 +54,13 @@ def contract_kernel(
     """Return the kernel of sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
     how = Accumulation.parse(accumulate)
     carriers = tuple(CARRIER_OF[s] for s in loads)
-    native = all(accumulator_of(r, carriers) == "f32" for r in (how.step, how.combine) if r is not None)
+    partial = how.of_partial_sums
+    native = all(accumulator_of(r, carriers) == "f32" for r in (how.step, partial) if r is not None)
     fits = how.product is None or how.product.format.within(FORMAT_OF["f32"])
     accumulator: Type = "f32" if native and fits else "f64"
     step = chain_rounding(how.step, accumulator, carriers, how.flips)
     general = _contract_step(how, step, accumulator, carriers)
-    combine = None if how.combine is None else chain_rounding(how.combine, accumulator, carriers, how.flips)
+    combine = None if partial is None else chain_rounding(partial, accumulator, carriers, how.flips)
     last, short = after_faults(combine or step, how.flips), "f64" not in carriers
     kernel = Contract(
         lifts=(
@@ -68,6 +70,7 @@ def contract_kernel(
         step=general,
         finish=finish_function(last, rounding, accumulator, result),
         chunk=how.chunk or 0,
+        shards=how.shards or 1,
         combine=None if combine is None else _combination(combine, step, accumulator, short, how.flips),
         loads=loads,
         result=result,
@@ -136,7 +139,7 @@ def _tosses_coins(how: Accumulation) -> bool:
 
 def _single_contract(how: Accumulation, step: Rounding, general: Contract) -> Contract | None:
     """Return the contraction by binary32 steps without a hardware rounding direction; None if there is none."""
-    simple = how.product is None and how.chunk is None and how.flips is None
+    simple = how.product is None and how.of_partial_sums is None and how.flips is None
     if not simple or step == how.step or {CARRIER_OF[s] for s in general.loads} != {"f32"}:
         return None
     a, b, acc, random = param("a", "f32"), param("b", "f32"), param("acc", "f32"), param("random", "u32")
@@ -172,6 +175,12 @@ def _quick_contract(
     if directed is None:
         return None
     direction, value = directed
+    combine = None
+    if how.shards is not None:
+        x = param("x", "f32")
+        added = directed_step(how.step, x, const("f32", 1.0), acc, random)
+        assert added is not None
+        combine = Function("combine", (acc, x, random), (added[1],))
     finish = finish_function(how.step, rounding, "f32", result)
     if any(node.op in HARDWARE_ROUNDED for node in finish.schedule):
         return None
@@ -183,7 +192,8 @@ def _quick_contract(
         step=Function("step", (a, b, acc, random), (value,)),
         finish=Function("finish", finish.params, tuple(stored)),
         chunk=0,
-        combine=None,
+        shards=how.shards or 1,
+        combine=combine,
         loads=loads,
         result=result,
         accumulator="f32",

@@ -14,9 +14,10 @@ kernels have equal digests, and the digest is the key of all compiled code.
 
 Random words of a Map: draw d of node n for element i is ``randomness.random_bits`` of i and the seed of (d, n); each
 operation of a fused chain draws what it would have drawn alone. Random words of the other kernels come from one stream
-per output element (Reduce: per chain, stream number element * chains + chain): a step, a combination and a finish that
-draw advance it once each, in the order of the formula. If each step of a Contract tosses one coin (``coins``), 32 steps
-share a word: step k sees the coins of word k div 32 shifted left by k mod 32.
+per output element (Reduce: per chain, stream number element * chains + chain; with S shards, element * S + shard takes
+the place of element): a step, a combination and a finish that draw advance it once each, in the order of the formula.
+If each step of a Contract tosses one coin (``coins``), 32 steps share a word: step k, of its shard, sees the coins of
+word k div 32 shifted left by k mod 32.
 """
 
 from __future__ import annotations
@@ -151,7 +152,9 @@ class Contract:
     """A sum of products: step(lift(a), lift(b), acc, random) from acc = +0, k ascending; then finish(acc, random).
 
     lifts: convert a stored element of each operand to the accumulator's type, exactly. chunk n > 0: every n steps, and
-    after the last one, total = combine(total, acc, random) and acc = +0; the result is finish(total, random). coins: a
+    after the last one, total = combine(total, acc, random) and acc = +0; the result is finish(total, random). shards S
+    > 1: acc of each shard of k from +0, and acc = combine(first acc, second acc, random) on the way up the tree of
+    ``numerics.orders``, with the stream of the first; the result is finish(acc, random) of the whole. coins: a
     step uses only the highest bit of its random word. direction: the rounding direction of the hardware while the
     kernel runs. watched: subnormal results are flushed, and the results are valid only if nothing overflowed, was
     subnormal, or ended infinite or NaN. quick: a watched kernel whose results, where they are valid, are this one's; or
@@ -163,6 +166,7 @@ class Contract:
     step: Function
     finish: Function
     chunk: int
+    shards: int
     combine: Function | None
     loads: tuple[Storage, Storage]
     result: Storage
@@ -185,7 +189,7 @@ class Contract:
         """SHA-256 of everything that the compiled code depends on."""
         functions = (*self.lifts, self.step, self.finish, self.combine or "")
         randomness, hardware = (self.draws, self.finish_draws, self.coins), (self.direction, self.watched)
-        return _digest("contract", *functions, self.chunk, self.loads, self.result, randomness, hardware)
+        return _digest("contract", *functions, self.chunk, self.shards, self.loads, self.result, randomness, hardware)
 
 
 @dataclass(frozen=True, eq=False)

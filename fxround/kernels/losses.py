@@ -63,7 +63,7 @@ def has_losses(accumulate: Accumulation) -> bool:
     A rounding without random bits, in a chain that draws elsewhere, has an error that other samples change in part. It
     must be so fine that this does not count, and no step: the combination of partial sums, in four bits more.
     """
-    roundings = [r for r in (accumulate.step, accumulate.product, accumulate.combine) if r is not None]
+    roundings = [r for r in (accumulate.step, accumulate.product, accumulate.of_partial_sums) if r is not None]
     narrow_ones = all(r.format.within(FORMAT_OF["f32"]) and not r.format.posit for r in roundings)
     drawn = [r.format.precision for r in roundings if not r.mode.deterministic]
     fixed = [r.format.precision for r in roundings if r.mode.deterministic]
@@ -121,8 +121,9 @@ def contract_losses(accumulate: Accumulation, kernel: Contract) -> Contract:
             total, lambda word: apply("add_step", (product, value), step, "f64", word), exact, step, after
         )
     combine = None
-    if kernel.combine is not None and accumulate.combine is not None:
-        combine = _combination(kernel.combine, chain_rounding(accumulate.combine, "f64", ("f32",)))
+    partial = accumulate.of_partial_sums
+    if kernel.combine is not None and partial is not None:
+        combine = _combination(kernel.combine, chain_rounding(partial, "f64", ("f32",)))
     return replace(
         kernel,
         step=Function("step", (a, b, packed, random), (_packed(after, total),)),

@@ -8,6 +8,7 @@ nothing of their loops, layouts, tails, tiles or threads.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -58,25 +59,53 @@ class Streams:
 def reduce(kernel: Reduce, x: Array, key: Key) -> Array:
     """Reduce x, stored elements of shape (results, length), to (results,)."""
     results, length = x.shape
-    chains = kernel.order.chains
-    elements = np.arange(results)[:, None] * chains + np.arange(chains)
+    chains, shards = kernel.order.chains, kernel.order.shards
+    elements = np.arange(results)[:, None, None] * shards * chains + np.arange(shards * chains).reshape(shards, chains)
     streams = Streams(elements, key, kernel.draws or kernel.finish_draws)
-    acc = np.full((results, chains), kernel.first, np.float32 if kernel.accumulator == "f32" else np.float64)
-    for k in range(length):
-        chain = (slice(None), k % chains)
-        acc[chain] = kernel.step.evaluate(acc[chain], x[:, k], streams.draw(chain, kernel.draws))[0]
-    used = min(chains, length)
-    width = 1
-    while width < used:
-        width *= 2
-    while width > 1:
-        width //= 2
-        for chain_number in range(width):
-            if chain_number + width < used:
-                chain = (slice(None), chain_number)
-                other = acc[:, chain_number + width]
-                acc[chain] = kernel.combine.evaluate(acc[chain], other, streams.draw(chain, kernel.draws))[0]
-    return kernel.finish.evaluate(acc[:, 0], streams.draw((slice(None), 0), kernel.finish_draws))[0]
+    acc = np.full(elements.shape, kernel.first, np.float32 if kernel.accumulator == "f32" else np.float64)
+
+    def combine(first: tuple[slice, int, int], second: tuple[slice, int, int]) -> None:
+        acc[first] = kernel.combine.evaluate(acc[first], acc[second], streams.draw(first, kernel.draws))[0]
+
+    def shard(number: int, begin: int, end: int) -> None:
+        for k in range(begin, end):
+            chain = (slice(None), number, (k - begin) % chains)
+            acc[chain] = kernel.step.evaluate(acc[chain], x[:, k], streams.draw(chain, kernel.draws))[0]
+        used = min(chains, end - begin)
+        width = 1
+        while width < used:
+            width *= 2
+        while width > 1:
+            width //= 2
+            for chain_number in range(width):
+                if chain_number + width < used:
+                    combine((slice(None), number, chain_number), (slice(None), number, chain_number + width))
+
+    _tree(shards, 0, length, shard, lambda i, j: combine((slice(None), i, 0), (slice(None), j, 0)))
+    whole = (slice(None), 0, 0)
+    return kernel.finish.evaluate(acc[whole], streams.draw(whole, kernel.finish_draws))[0]
+
+
+def _tree(
+    shards: int, begin: int, end: int, shard: Callable[[int, int, int], None], add: Callable[[int, int], None]
+) -> None:
+    """Do the shards of the elements begin ... end - 1, and add them as ``numerics.orders`` says.
+
+    ``shard(number, begin, end)`` makes the sum of a shard, and ``add(i, j)`` adds that of the nodes that begins with
+    shard j to that of the node that begins with shard i.
+    """
+
+    def node(first: int, count: int, begin: int, end: int) -> None:
+        if count == 1:
+            shard(first, begin, end)
+            return
+        half, second = begin + -(-(end - begin) // 2), first + count // 2
+        node(first, count // 2, begin, half)
+        if half < end:
+            node(second, count // 2, half, end)
+            add(first, second)
+
+    node(0, shards, begin, end)
 
 
 def scan(kernel: Scan, x: Array, key: Key) -> Array:
@@ -129,21 +158,33 @@ _TO_ODD, _NEAREST = Rounding.parse("binary64/to_odd"), Rounding.parse("binary64/
 
 def contract(kernel: Contract, a: Array, b: Array, key: Key) -> Array:
     """Contract a, (batch, rows, length), with b, (batch, length, columns): (batch, rows, columns), stored elements."""
-    shape = (a.shape[0], a.shape[1], b.shape[2])
-    elements = np.arange(int(np.prod(shape))).reshape(shape)
-    streams = Streams(elements, key, kernel.draws or kernel.finish_draws)
-    acc = np.zeros(shape, np.float32 if kernel.accumulator == "f32" else np.float64)
-    total, length = acc, a.shape[2]
-    for k in range(length):
-        left = kernel.lifts[0].evaluate(a[:, :, k, None])[0]
-        right = kernel.lifts[1].evaluate(b[:, k, None, :])[0]
-        if not kernel.coins or k % 32 == 0:
-            word = streams.draw(..., kernel.draws)
-            word = coins_function().evaluate(word)[0] if kernel.coins else word
-        shared = word << np.uint32(k % 32) if kernel.coins else word
-        acc = kernel.step.evaluate(left, right, acc, shared)[0]
-        if kernel.combine is not None and ((k + 1) % kernel.chunk == 0 or k + 1 == length):
-            total = kernel.combine.evaluate(total, acc, streams.draw(..., kernel.draws))[0]
-            acc = np.zeros_like(acc)
-    acc = acc if kernel.combine is None else total
-    return kernel.finish.evaluate(acc, streams.draw(..., kernel.finish_draws))[0]
+    shape = (kernel.shards, a.shape[0], a.shape[1], b.shape[2])
+    elements = np.arange(int(np.prod(shape))).reshape(*shape[1:], kernel.shards)
+    streams = Streams(np.moveaxis(elements, -1, 0), key, kernel.draws or kernel.finish_draws)
+    sums = np.zeros(shape, np.float32 if kernel.accumulator == "f32" else np.float64)
+
+    def shard(number: int, begin: int, end: int) -> None:
+        acc = total = sums[number]
+        for k in range(begin, end):
+            left = kernel.lifts[0].evaluate(a[:, :, k, None])[0]
+            right = kernel.lifts[1].evaluate(b[:, k, None, :])[0]
+            step = k - begin
+            if not kernel.coins or step % 32 == 0:
+                word = streams.draw(number, kernel.draws)
+                word = coins_function().evaluate(word)[0] if kernel.coins else word
+            shared = word << np.uint32(step % 32) if kernel.coins else word
+            acc = kernel.step.evaluate(left, right, acc, shared)[0]
+            if kernel.chunk and ((k + 1) % kernel.chunk == 0 or k + 1 == end):
+                total = combined(total, acc, number)
+                acc = np.zeros_like(acc)
+        sums[number] = total if kernel.chunk else acc
+
+    def combined(first: Array, second: Array, number: int) -> Array:
+        assert kernel.combine is not None
+        return np.asarray(kernel.combine.evaluate(first, second, streams.draw(number, kernel.draws))[0])
+
+    def add(i: int, j: int) -> None:
+        sums[i] = combined(sums[i], sums[j], i)
+
+    _tree(kernel.shards, 0, a.shape[2], shard, add)
+    return kernel.finish.evaluate(sums[0], streams.draw(0, kernel.finish_draws))[0]
