@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.kinds import Contract
+from fxround.numerics.orders import shards_of
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.cpu.code import current_set, native, signature
@@ -26,6 +27,7 @@ from fxround.runtime.cpu.llvm.contract import build_contract
 from fxround.runtime.cpu.llvm.direct import DirectVariant, build_direct, direct_for
 from fxround.runtime.cpu.llvm.engine import machine_of
 from fxround.runtime.cpu.llvm.render import bytes_of
+from fxround.runtime.cpu.llvm.shards import table_of
 from fxround.runtime.cpu.llvm.tile import ContractVariant, quick_for, tile_for
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cpu.threads import piece_of, pieces_of, scratch, spread
@@ -183,7 +185,7 @@ def _direct(kernel: Contract, isa: str, sizes: tuple[int, ...], steps: tuple[int
         run = native(variant.digest, build_direct, variant, "direct", _DIRECT)
         # ``width // variant.width`` panels make an item of the same columns for either variant.
         layout = (rows, columns, length, kernel.chunk or length, groups, batches, width // variant.width, *steps)
-        return Code(run, array(layout), 0)
+        return Code(run, array((*layout, *table_of(length, kernel.shards))), 0)
 
     enough = max(1, enough_for(kernel) // (rows * width * length))
     first_code = None if quick is None else code(first)
@@ -195,7 +197,7 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
     """The plan of ``contract`` for these sizes and steps."""
     batch, rows, columns, length, groups = sizes
     # With chunks, every block is a chunk: ``Item._combine`` adds a block's sums to the totals.
-    block = kernel.chunk or min(max(length, 1), _BLOCK)
+    block = kernel.chunk or _block(length, kernel.shards)
     machine = machine_of(isa)
     general = tile_for(kernel, machine, max(block, _BLOCK))
     quick = quick_for(kernel, machine)
@@ -205,8 +207,8 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
     def code(variant: ContractVariant) -> Code:
         run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
         panels, panels_wide = _ceiling(columns, variant.width), wide // variant.width
-        layout = array((rows, columns, length, panels, chunk, panels_wide, block, groups, *steps))
-        return Code(run, layout, variant.scratch_bytes(chunk, panels_wide, block))
+        layout = (rows, columns, length, panels, chunk, panels_wide, block, groups, *steps)
+        return Code(run, array((*layout, *table_of(length, kernel.shards))), variant.scratch_bytes(chunk, panels_wide, block))
 
     chunks, runs, row_step = _ceiling(rows, chunk), _ceiling(columns, wide), steps[-1]
     if row_step == columns:
@@ -216,6 +218,12 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
     enough = max(1, enough_for(kernel) // max(1, chunk * wide * length))
     first_code = None if quick is None else code(first)
     return Work(cache(lambda: code(general)), first_code, batch * chunks * runs, enough, complete)
+
+
+def _block(length: int, shards: int) -> int:
+    """The steps of a block of a chain; of a shard's chain, equal parts of the longest one."""
+    longest = shards_of(length, shards)[0]
+    return min(max(length, 1), _BLOCK) if shards == 1 else _even(max(longest.end - longest.begin, 1), _BLOCK, 32)
 
 
 def in_lines(items: int, line: int, batch: int | None = None) -> Callable[[int], int]:

@@ -26,6 +26,7 @@ from fxround.runtime.cpu.contraction import Code, Pending, Work, enough_for, in_
 from fxround.runtime.cpu.llvm.engine import machine_of
 from fxround.runtime.cpu.llvm.planes import POINTERS, PlanesVariant, build_planes
 from fxround.runtime.cpu.llvm.render import bytes_of
+from fxround.runtime.cpu.llvm.shards import table_of
 from fxround.runtime.cpu.llvm.tile import quick_for, tile_for
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.memo import by_bytes
@@ -132,7 +133,7 @@ def _planned(kernel: Contract, isa: str, threads: int, shape: ConvolutionSizes) 
         counts = (shape.outputs, shape.channels, shape.groups, shape.length, block, cuts, cut)
         sizes = (*counts, *shape.results, *shape.image, *shape.padding, *shape.stride, *lines, part, plane)
         space = variant.scratch_bytes(shape.length, shape.channels * plane, _positions(shape, cut))
-        return Code(run, array(sizes), space)
+        return Code(run, array((*sizes, *table_of(shape.length, kernel.shards))), space)
 
     items = shape.images * shape.groups * cuts
     enough = max(1, enough_for(kernel) // (cut * prod(shape.results[1:]) * shape.outputs * shape.length))

@@ -6,17 +6,21 @@ parked in scratch. Two tables of offsets say where element (k, n) of the second 
 strides and the windows of an image are one case.
 
 Parking does not change an accumulator, so every result takes the steps k = 0, 1, 2, ... whatever the blocks, tiles and
-threads are. Lanes beyond the last column compute on zeros, and their results are dropped.
+threads are. With shards, each shard of k is such a chain, one after the other; what waits in their tree is parked too.
+Lanes beyond the last column compute on zeros, and their results are dropped.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from llvmlite import ir
 
-from fxround.runtime.cpu.llvm.loops import I64, PTR, count, define, with_sizes
+from fxround.numerics.orders import Shard
+from fxround.runtime.cpu.llvm.loops import I64, PTR, at, count, define, with_sizes
 from fxround.runtime.cpu.llvm.packing import pack_left, pack_right
+from fxround.runtime.cpu.llvm.shards import each_shard, levels_of
 from fxround.runtime.cpu.llvm.tile import Block, ContractVariant, Item
 
 SIZES: Final = ("rows", "columns", "length", "panels", "chunk", "wide", "block", "groups")
@@ -30,7 +34,8 @@ _TOGETHER: Final = 8
 def build_contract(variant: ContractVariant) -> str:
     """The LLVM text of ``contract(begin, end, POINTERS...)``; the array ``layout`` holds SIZES and STRIDES as int64.
 
-    Items count (batch, chunk of rows, ``wide`` panels), the panels fastest.
+    After these numbers it has the table of the shards of ``length`` (``shards``). Items count (batch, chunk of rows,
+    ``wide`` panels), the panels fastest.
 
         a      element (g, m, k) at g * a_batch + m * a_row + k * a_k, g = batch mod groups (groups 0: g = batch)
         b      element (k, n) at batch * b_batch + b_k[k] + b_n[n]
@@ -42,28 +47,32 @@ def build_contract(variant: ContractVariant) -> str:
     b, a = define(module, "contract", args, variant.kernel.direction, variant.kernel.watched)
     a = with_sizes(b, a, SIZES + STRIDES)
     work = Item(b, a, variant)
-    # A sum of no products still has one block of no steps, which stores the rounded +0.
-    some = b.icmp_signed(">", a["length"], I64(0))
-    length = b.select(some, a["length"], I64(1))
+    table = at(b, a["layout"], I64(len(SIZES + STRIDES)), I64)
     with count(b, a["begin"], a["end"]) as item:
         work.enter(item)
-        if variant.kernel.streams:
-            with count(b, work.first_panel, work.last_panel) as panel:
-                work.enter_panel(panel)
-                work.each_row(work.start_stream)
-        with count(b, I64(0), length, a["block"]) as k:
-            # Ascending blocks of ascending steps: each result sees k = 0, 1, 2, ... once.
-            _block(work, _block_at(b, a, k))
+        with each_shard(b, table) as shard:
+            work.enter_shard(shard)
+            if variant.kernel.streams:
+                with count(b, work.first_panel, work.last_panel) as panel:
+                    work.enter_panel(panel)
+                    work.each_row(partial(work.start_stream, shard=shard.number))
+            # A sum of no products still has one block of no steps, which stores the rounded +0.
+            some = b.icmp_signed("<", shard.begin, shard.end)
+            end = b.select(some, shard.end, b.add(shard.begin, I64(1)))
+            with count(b, shard.begin, end, a["block"]) as k:
+                # Ascending blocks of ascending steps: each accumulator sees its steps in their order, once.
+                _block(work, _block_at(b, a, shard, k, levels_of(variant.kernel.shards)))
     work.steps.report(a["flags"])
     b.ret_void()
     return str(module)
 
 
-def _block_at(b: ir.IRBuilder, a: dict[str, Any], k: Any) -> Block:
-    """The block that begins at step k; the last one may be short."""
-    left = b.sub(a["length"], k)
-    last = b.icmp_signed("<=", left, a["block"])
-    return Block(k, b.select(last, left, a["block"]), b.icmp_signed("==", k, I64(0)), last)
+def _block_at(b: ir.IRBuilder, a: dict[str, Any], shard: Shard, k: Any, levels: int) -> Block:
+    """The block of a shard that begins at step k; the last one may be short."""
+    left = b.sub(shard.end, k)
+    ends = b.icmp_signed("<=", left, a["block"])
+    last = b.and_(ends, b.icmp_signed("==", shard.last, I64(levels)))
+    return Block(k, b.select(ends, left, a["block"]), shard, b.icmp_signed("==", k, shard.begin), ends, last)
 
 
 def _block(work: Item, block: Block) -> None:

@@ -33,7 +33,8 @@ from fxround.runtime.cpu.llvm.loops import (
     with_sizes,
 )
 from fxround.runtime.cpu.llvm.render import literal, llvm_type, splat
-from fxround.runtime.cpu.llvm.steps import Steps
+from fxround.runtime.cpu.llvm.shards import each_shard, numbered
+from fxround.runtime.cpu.llvm.steps import Steps, WaitingSums
 from fxround.runtime.cpu.llvm.streams import load_seed, start
 from fxround.runtime.cpu.llvm.tile import tile_for
 
@@ -86,6 +87,8 @@ def build_direct(variant: DirectVariant) -> str:
         b      element (k, n) at batch * b_batch + k * b_k + n
         out    (batch, rows, columns), row-major
         block  products of a chunk, at least 1
+
+    After these numbers the array has the table of the shards of ``length`` (``shards``).
     """
     module = ir.Module("direct")
     args = [("begin", I64), ("end", I64), *((n, PTR) for n in POINTERS)]
@@ -140,9 +143,17 @@ class _Direct:
         b, a, vectors = self.b, self.a, self.variant.vectors
         number = rows * vectors
         places = [self._place(b.add(row, I64(r)), v) for r in range(rows) for v in range(vectors)]
-        states = [self._start(place) for place in places] if self.kernel.streams else []
+        states = [self._start(place, I64(0)) for place in places] if self.kernel.streams else []
         carried = self.steps.carried([self.steps.zero] * number, states)
-        if self.kernel.combine is None:
+        if self.kernel.shards > 1:
+            waiting = WaitingSums(self.steps, number)
+            with each_shard(b, at(b, a["layout"], I64(len(SIZES + STRIDES)), I64)) as shard:
+                states = [self._start(place, shard.number) for place in places] if self.kernel.streams else []
+                carried.store([self.steps.zero] * number + states + carried.load()[number + len(states) :])
+                self._take(carried, row, rows, shard.begin, shard.end)
+                self.steps.add_shards(carried, number, shard, waiting.load)
+                waiting.store(shard.last, carried.load())
+        elif not self.kernel.chunk:
             self._take(carried, row, rows, I64(0), a["length"])
         else:
             totals = Carried(b, [self.steps.zero] * number)
@@ -165,17 +176,18 @@ class _Direct:
         b = self.b
         return b.add(b.add(self.out_base, b.mul(row, self.a["columns"])), I64(vector * self.lanes))
 
-    def _start(self, place: Any) -> Any:
-        """The first states of the streams of a vector of results."""
+    def _start(self, place: Any, shard: Any) -> Any:
+        """The first states of the streams of a vector of results in a shard."""
         b, lanes = self.b, self.lanes
         # The same numbers as in ``contract`` for a row-major result, hence the same random bits.
-        return start(b, b.add(splat(b, place, lanes), iota(lanes)), self.seed, lanes, True)
+        elements = b.add(splat(b, place, lanes), iota(lanes))
+        return start(b, numbered(b, elements, self.kernel.shards, shard, lanes), self.seed, lanes, True)
 
     def _take(self, carried: Carried, row: Any, rows: int, first: Any, end: Any) -> None:
         """Take the steps first ... end, ascending."""
         b, a, lanes, vectors = self.b, self.a, self.lanes, self.variant.vectors
-        # ``first`` is 0 or begins a chunk; kernels that toss coins have no chunks, so ``along`` gets its multiple of
-        # 32.
+        # ``first`` is 0, or begins a chunk or a shard; kernels that toss coins have no chunks, so that ``first`` is where
+        # a chain begins.
         lines = [at(b, self.a_base, b.mul(b.add(row, I64(r)), a["a_row"]), self.left) for r in range(rows)]
         with self.steps.along(first, end, carried, rows * vectors) as k:
             values = carried.load()

@@ -39,7 +39,8 @@ from fxround.runtime.cpu.llvm.loops import (
 )
 from fxround.runtime.cpu.llvm.packing import gather
 from fxround.runtime.cpu.llvm.render import bytes_of, literal, llvm_type, splat
-from fxround.runtime.cpu.llvm.steps import Steps
+from fxround.runtime.cpu.llvm.shards import each_shard, numbered
+from fxround.runtime.cpu.llvm.steps import Steps, WaitingSums
 from fxround.runtime.cpu.llvm.streams import load_seed, start
 
 SIZES: Final = (
@@ -77,7 +78,8 @@ class PlanesVariant:
 
 
 def build_planes(variant: PlanesVariant) -> str:
-    """The LLVM text of ``planes(begin, end, POINTERS...)``; the array ``layout`` holds SIZES as int64.
+    """The LLVM text of ``planes(begin, end, POINTERS...)``; the array ``layout`` holds SIZES as int64,
+    and then the table of the shards of ``length`` (``shards``).
 
     Items count (image, group, cut of the first dimension), the cuts fastest. Tensors are row-major with three spatial
     dimensions: x (images, groups * channels, *image), w (groups * outputs, length), out (images, groups * outputs,
@@ -236,12 +238,20 @@ class _Planes:
 
     def _tile(self, position: Any, vectors: int) -> None:
         """Compute ``vectors`` vectors of results from this position on."""
-        b, a, combine = self.b, self.a, self.kernel.combine
+        b, a = self.b, self.a
         offsets = [b.add(position, I64(v * self.lanes)) for v in range(vectors)]
-        states = [self._start(offset) for offset in offsets] if self.kernel.streams else []
+        states = [self._start(offset, I64(0)) for offset in offsets] if self.kernel.streams else []
         carried = self.steps.carried([self.steps.zero] * vectors, states)
         here = at(b, self.planes, position, self.value)
-        if combine is None:
+        if self.kernel.shards > 1:
+            waiting = WaitingSums(self.steps, vectors)
+            with each_shard(b, at(b, a["layout"], I64(len(SIZES)), I64)) as shard:
+                states = [self._start(offset, shard.number) for offset in offsets] if self.kernel.streams else []
+                carried.store([self.steps.zero] * vectors + states + carried.load()[vectors + len(states) :])
+                self._take(carried, here, vectors, shard.begin, shard.end)
+                self.steps.add_shards(carried, vectors, shard, waiting.load)
+                waiting.store(shard.last, carried.load())
+        elif not self.kernel.chunk:
             self._take(carried, here, vectors, I64(0), a["length"])
         else:
             totals = Carried(b, [self.steps.zero] * vectors)
@@ -262,12 +272,13 @@ class _Planes:
             rounded = self.steps.finish(values[v], values[vectors + v])
             store_vector(b, rounded, at(b, self.done, offset, self.result), self.kernel.result, self.lanes)
 
-    def _start(self, offset: Any) -> Any:
-        """The first states of a vector's streams; a lane without a result gets any."""
+    def _start(self, offset: Any, shard: Any) -> Any:
+        """The first states of a vector's streams in a shard; a lane without a result gets any."""
         b = self.b
         # The same numbers as in ``contract``: the place in the row-major result.
         places = b.load(at(b, self.a["places"], offset, I64), typ=ir.VectorType(I64, self.lanes), align=8)
-        return start(b, b.add(splat(b, self.base, self.lanes), places), self.seed, self.lanes, True)
+        elements = b.add(splat(b, self.base, self.lanes), places)
+        return start(b, numbered(b, elements, self.kernel.shards, shard, self.lanes), self.seed, self.lanes, True)
 
     def _take(self, carried: Carried, here: Any, vectors: int, first: Any, end: Any) -> None:
         """Take the steps first ... end, ascending."""

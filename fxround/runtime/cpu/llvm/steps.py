@@ -8,7 +8,7 @@ in a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,13 +17,46 @@ from llvmlite import ir
 from fxround.kernels.kinds import Contract
 from fxround.numerics.arithmetic.scalar import WIDTH, Function
 from fxround.numerics.formats.carriers import CARRIERS
+from fxround.numerics.orders import Shard
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
-from fxround.runtime.cpu.llvm.loops import I32, I64, Carried, count, load_vector, scratch
-from fxround.runtime.cpu.llvm.render import emit, literal, splat
+from fxround.runtime.cpu.llvm.loops import I32, I64, Carried, at, count, load_vector, scratch
+from fxround.runtime.cpu.llvm.render import emit, literal, llvm_type, splat
+from fxround.runtime.cpu.llvm.shards import levels_of
 from fxround.runtime.cpu.llvm.streams import advance, apply, toss
 
 _COINS: Final = 32
+# From a level to the accumulators and the states that wait there; no states in a kernel without streams.
+Waiting = Callable[[Any], tuple[list[Any], list[Any]]]
+
+
+class WaitingSums:
+    """Sums that wait in the tree of shards, and their streams, for accumulators in registers."""
+
+    def __init__(self, steps: Steps, places: int) -> None:
+        kernel, self.b, self.places = steps.kernel, steps.b, places
+        levels = levels_of(kernel.shards) + 1
+        self.types = [llvm_type(kernel.accumulator, steps.lanes)]
+        self.types += [llvm_type("u64", steps.lanes)] if kernel.streams else []
+        self.arrays = [scratch(self.b, type_, levels * places) for type_ in self.types]
+
+    def load(self, level: Any) -> tuple[list[Any], list[Any]]:
+        """The accumulators and the states that wait on a level."""
+        loaded = [
+            [self.b.load(slot, typ=type_) for slot in self._slots(array, type_, level)]
+            for array, type_ in zip(self.arrays, self.types, strict=True)
+        ]
+        return loaded[0], loaded[1] if len(loaded) > 1 else []
+
+    def store(self, level: Any, values: list[Any]) -> None:
+        """Let the carried values wait on a level."""
+        for n, (array, type_) in enumerate(zip(self.arrays, self.types, strict=True)):
+            for slot, value in zip(self._slots(array, type_, level), values[n * self.places :], strict=False):
+                self.b.store(value, slot)
+
+    def _slots(self, array: Any, type_: Any, level: Any) -> list[Any]:
+        first = self.b.mul(level, I64(self.places))
+        return [at(self.b, array, self.b.add(first, I64(place)), type_) for place in range(self.places)]
 
 
 class Steps:
@@ -59,7 +92,8 @@ class Steps:
     def along(self, begin: Any, end: Any, carried: Carried, places: int) -> Iterator[Any]:
         """Emit ``for (k = begin; k < end; ++k)`` and draw each word that 32 steps share.
 
-        With coins, ``begin`` must be a multiple of 32. ``places`` is the number of accumulators.
+        With coins, ``begin`` must be a multiple of 32 steps from where the chain began. ``places`` is the number of
+        accumulators.
         """
         b = self.b
         if not self.kernel.coins:
@@ -93,6 +127,15 @@ class Steps:
         assert self.kernel.combine is not None
         for place, total in enumerate(totals):
             self._apply(self.kernel.combine, [total, values[place]], values, len(totals), place)
+
+    def add_shards(self, carried: Carried, places: int, shard: Shard, waiting: Waiting) -> None:
+        """Emit acc = combine(first, acc) for the sums that wait for a shard's, with the streams of the first."""
+        b = self.b
+        with count(b, shard.first, shard.last) as level:
+            values, (totals, states) = carried.load(), waiting(level)
+            values[places : places + len(states)] = states
+            self.combine(values, totals)
+            carried.store(values)
 
     def finish(self, value: Any, state: Any) -> Any:
         """Emit the rounding of the store; ``state`` is the result's stream."""

@@ -15,9 +15,11 @@ from llvmlite import ir
 
 from fxround.kernels.kinds import Contract
 from fxround.numerics.arithmetic.scalar import Expr, Function
+from fxround.numerics.orders import Shard
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.loops import I64, MEMORY, Carried, at, count, iota, masked_load, scratch, store_vector
 from fxround.runtime.cpu.llvm.render import bytes_of, literal, llvm_type, splat
+from fxround.runtime.cpu.llvm.shards import levels_of, numbered
 from fxround.runtime.cpu.llvm.steps import Steps
 from fxround.runtime.cpu.llvm.streams import load_seed, start
 
@@ -59,14 +61,19 @@ class ContractVariant:
         """The bytes of a parked accumulator and of its stream."""
         return bytes_of(self.kernel.accumulator) + (8 if self.kernel.streams else 0)
 
+    @property
+    def levels(self) -> int:
+        """The number of results that may be parked for each place: those that wait in the tree of shards, and one."""
+        return levels_of(self.kernel.shards) + 1
+
     def scratch_bytes(self, chunk: int, wide: int, block: int) -> int:
         """The bytes of scratch for an item of ``chunk`` rows and ``wide`` panels in blocks of ``block`` steps.
 
         They hold the packed rows, one packed panel and the parked results; ``Item.__init__`` lays them out in this
         order.
         """
-        value = bytes_of(self.kernel.accumulator)
-        return value * (chunk * self.pitch + block * self.width) + chunk * wide * self.width * self.parked_bytes
+        packed = bytes_of(self.kernel.accumulator) * (chunk * self.pitch + block * self.width)
+        return packed + chunk * wide * self.width * self.parked_bytes * self.levels
 
 
 def tile_for(kernel: Contract, machine: Machine, block: int) -> ContractVariant:
@@ -114,11 +121,18 @@ def quick_for(kernel: Contract, machine: Machine) -> Contract | None:
 
 @dataclass(frozen=True)
 class Block:
-    """The steps k ... k + steps, and whether they are an accumulator's first and last ones."""
+    """The steps k ... k + steps of a shard.
+
+    first   whether they are the first ones of an accumulator
+    ends    whether they are its last ones, and its sum is added to those that wait for it
+    last    whether they are the last ones of a result
+    """
 
     k: Any
     steps: Any
+    shard: Shard
     first: Any
+    ends: Any
     last: Any
 
 
@@ -133,13 +147,15 @@ class Item:
         self.seed = load_seed(b, a["key"]) if variant.kernel.streams else None
         self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
         # Scratch: ``chunk`` packed rows of ``pitch``, a panel of ``block`` steps by ``width`` columns, then the parked
-        # accumulators and the parked states, ``chunk`` x ``width`` of each for every panel. All accumulator counts are
-        # even, so the states are aligned to 8 bytes even where accumulators have 4.
+        # accumulators and the parked states, ``chunk`` x ``width`` of each for every panel, on every level of the tree
+        # of shards. All accumulator counts are even, so the states are aligned to 8 bytes even where accumulators have
+        # 4.
         self.left = a["scratch"]
         self.panel = at(b, self.left, b.mul(a["chunk"], I64(variant.pitch)), self.value)
         self.accs = at(b, self.panel, b.mul(a["block"], I64(variant.width)), self.value)
-        parked = b.mul(b.mul(a["chunk"], a["wide"]), I64(variant.width))
-        self.states = at(b, self.accs, parked, self.value)
+        self.of_level = b.mul(b.mul(a["chunk"], a["wide"]), I64(variant.width))
+        self.states = at(b, self.accs, b.mul(self.of_level, I64(variant.levels)), self.value)
+        self.level: Any = I64(0)
         self.steps = Steps(b, self.kernel, variant.lanes, variant.machine)
 
     def enter(self, item: Any) -> None:
@@ -164,6 +180,10 @@ class Item:
 
     def _smaller(self, x: Any, y: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def enter_shard(self, shard: Shard) -> None:
+        """Park on the level on which the sum of a shard will wait; nothing waits there before."""
+        self.level = shard.last
 
     def enter_panel(self, panel: Any) -> None:
         """Move to the columns of a panel, and find whether all exist and are consecutive in the result."""
@@ -191,8 +211,8 @@ class Item:
             for vector in range(self.variant.vectors):
                 act(row, vector)
 
-    def start_stream(self, row: Any, vector: int) -> None:
-        """Park the first states of one vector of streams."""
+    def start_stream(self, row: Any, vector: int, shard: Any) -> None:
+        """Park the first states of one vector of streams of a shard."""
         b = self.b
         line, column = self._index(row, vector)
         exists = b.icmp_signed(
@@ -201,8 +221,11 @@ class Item:
         # A stream is numbered by the place of its result, so it does not depend on how the work is cut. Lanes without a
         # column get the stream of offset 0, and their results are dropped.
         offsets = masked_load(b, at(b, self.a["out_n"], column, I64), I64, exists, self.lanes)
-        state = start(b, b.add(splat(b, line, self.lanes), offsets), self.seed, self.lanes, True)
-        b.store(state, self._slots(row, vector)[1], align=8)
+        elements = b.add(splat(b, line, self.lanes), offsets)
+        state = start(
+            b, numbered(b, elements, self.kernel.shards, shard, self.lanes), self.seed, self.lanes, True
+        )
+        b.store(state, self._slots(row, vector, self.level)[1], align=8)
 
     def multiply(self, row: Any, rows: int, block: Block) -> None:
         """Take the block's steps for ``rows`` rows, then park or store their results."""
@@ -222,7 +245,10 @@ class Item:
                 for v in range(vectors):
                     self.steps.step(values, len(places), r * vectors + v, left, right[v])
             carried.store(values)
-        if self.kernel.combine is not None:
+        if self.kernel.shards > 1:
+            with b.if_then(block.ends):
+                self.steps.add_shards(carried, len(places), block.shard, lambda level: self._parked(places, level))
+        if self.kernel.chunk:
             # A sum of no products has no chunk: it draws no word for a combination.
             with b.if_then(b.icmp_signed(">", block.steps, I64(0))):
                 self._combine(places, carried, block)
@@ -241,41 +267,44 @@ class Item:
         b = self.b
         totals = Carried(b, [self.steps.zero] * len(places))
         with b.if_then(b.not_(block.first)):
-            totals.store([b.load(self._slots(row, v)[0], typ=self.vector, align=4) for row, v in places])
+            totals.store(self._parked(places, self.level)[0])
         values = carried.load()
         self.steps.combine(values, totals.load())
         carried.store(values)
 
     def _begin(self, places: list[tuple[Any, int]], block: Block) -> Carried:
         """Start from +0 or from what the previous block parked; states are always parked."""
-        b, lanes, streams = self.b, self.lanes, self.kernel.streams
-        slots = [self._slots(row, v) for row, v in places]
-        states = [b.load(s, typ=llvm_type("u64", lanes), align=8) for _, s in slots] if streams else []
+        b = self.b
+        _, states = self._parked(places, self.level)
         carried = self.steps.carried([self.steps.zero] * len(places), states)
-        if self.kernel.combine is None:
+        if not self.kernel.chunk:
             with b.if_then(b.not_(block.first)):
                 values = carried.load()
                 # A chunk starts from +0: there the parked values are totals, and ``_combine`` reads them.
-                values[: len(places)] = [b.load(acc, typ=self.vector, align=4) for acc, _ in slots]
+                values[: len(places)] = self._parked(places, self.level)[0]
                 carried.store(values)
         return carried
+
+    def _parked(self, places: list[tuple[Any, int]], level: Any) -> tuple[list[Any], list[Any]]:
+        """The accumulators and the states that are parked on a level; no states in a kernel without streams."""
+        b, streams = self.b, llvm_type("u64", self.lanes)
+        slots = [self._slots(row, v, level) for row, v in places]
+        states = [b.load(state, typ=streams, align=8) for _, state in slots] if self.kernel.streams else []
+        return [b.load(acc, typ=self.vector, align=4) for acc, _ in slots], states
 
     def _park(self, places: list[tuple[Any, int]], values: list[Any]) -> None:
         """Store the accumulators and states in scratch."""
         for i, (row, v) in enumerate(places):
-            acc, state = self._slots(row, v)
+            acc, state = self._slots(row, v, self.level)
             self.b.store(values[i], acc, align=4)
             if self.kernel.streams:
                 self.b.store(values[len(places) + i], state, align=8)
 
     def finish_parked(self, row: Any, vector: int) -> None:
         """Round and store one parked vector."""
-        b = self.b
-        acc, state = self._slots(row, vector)
-        parked: Any = literal("u64", 0, self.lanes)
-        if self.kernel.streams:
-            parked = b.load(state, typ=llvm_type("u64", self.lanes), align=8)
-        self._store(row, vector, b.load(acc, typ=self.vector, align=4), parked, whole=False)
+        (acc,), states = self._parked([(row, vector)], self.level)
+        (state,) = states or [literal("u64", 0, self.lanes)]
+        self._store(row, vector, acc, state, whole=False)
 
     def _store(self, row: Any, vector: int, value: Any, state: Any, whole: bool) -> None:
         """Round and store one vector of results. ``whole``: every lane has its column, and they are consecutive."""
@@ -311,9 +340,9 @@ class Item:
         column = b.add(self.column, I64(vector * self.lanes))
         return b.add(b.mul(self.batch, a["out_batch"]), b.mul(row, a["out_row"])), column
 
-    def _slots(self, row: Any, vector: int) -> tuple[Any, Any]:
-        """The addresses in scratch of a vector's accumulators and states."""
+    def _slots(self, row: Any, vector: int, level: Any) -> tuple[Any, Any]:
+        """The addresses in scratch of a vector's accumulators and states on a level."""
         b = self.b
         place = b.mul(b.add(self.parked, b.sub(row, self.first_row)), I64(self.variant.width))
-        index = b.add(place, I64(vector * self.lanes))
+        index = b.add(b.mul(level, self.of_level), b.add(place, I64(vector * self.lanes)))
         return at(b, self.accs, index, self.value), at(b, self.states, index, I64)
