@@ -1,6 +1,6 @@
 """Contractions: matrix products and convolutions accumulate in a fixed order, and each step is rounded.
 
-acc = +0; acc = R_acc(a_k * b_k + acc), k ascending; then R. For example, ``aten.mm(x, w)`` becomes
+acc = +0; acc = R_acc(a_k * b_k + acc), k ascending, in the shards of the policy's order; then R. For example, ``aten.mm(x, w)`` becomes
 ``fxround.matmul(x, w, "binary32/nearest_even/inf", "bfloat16/stochastic/inf", rng, 8)``. A bias is an addition of its
 own. The stock kernel computes products under ``accumulate="native"`` and products of integers.
 """
@@ -18,7 +18,6 @@ from fxround.graph.dialect import CALLS, ContractionCall
 from fxround.graph.dtypes import STORAGES
 from fxround.graph.geometry import Geometry
 from fxround.graph.site import float_value
-from fxround.numerics.accumulation import Accumulation
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.rewrite import Plan, become, decided, drop_dead, rng_of, sites, size_of
 
@@ -30,11 +29,12 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
     """Replace mm, bmm, convolution and convolution's gradients by their fixed-order kernels."""
     for node, place in sites(graph):
         wanted, cls = decided(place), _call_of(node) if place.kind == "contraction" else None
-        if wanted is None or cls is None or not isinstance(wanted[0].accumulate, Accumulation):
+        how = None if wanted is None or cls is None else wanted[0].of_products
+        if wanted is None or how is None:
             continue
         if float_value(node) is None or node.meta["val"].dtype not in STORAGES:
             continue
-        tail = (str(wanted[0].accumulate), str(wanted[1]), rng_of(graph), place.number)
+        tail = (str(how), str(wanted[1]), rng_of(graph), place.number)
         become(graph, node, cls(*_arguments(graph, node, cls), *tail))
     drop_dead(graph, lambda node: node.target is _BACKWARD)
 

@@ -214,6 +214,12 @@ class Policy:
         faults = Faults.parse(last["faults"]).possible if "faults" in last else None
         _require_scales(faults, text, str(chosen))
         order = Order.parse(last.get("order", LANES))
+        if isinstance(how, Accumulation) and how.chunk is not None and order.shards > 1 and kind == "contraction":
+            raise PolicyError(
+                f"{operator} at {path or 'the root module'} has accumulate={str(how)!r} and order={str(order)!r}: the "
+                "partial sums of a contraction are those of chunks or of shards; set order= of one shard, or leave out "
+                "chunk= and combine="
+            )
         return Assignment(rounding, how, order, str(chosen), gradient, faults=faults, blocks=blocks)
 
     def require_matched(

@@ -25,6 +25,7 @@ _PRESETS: Final = (
     _everywhere("up_down", "up_down"),
     _everywhere("cestac", "stochastic_equal"),
     _everywhere("reproducible", "nearest_even", strict=True),
+    _everywhere("reproducible_sharded", "nearest_even", order="shards:8/lanes:16", strict=True),
     _everywhere("repdl", "nearest_even", order="sequential", strict=True, definitions="repdl"),
     in_format("bfloat16", Rounding.parse("bfloat16")),
     in_format("binary16", Rounding.parse("binary16")),

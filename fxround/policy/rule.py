@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from fxround.errors import PolicyError, brief, shown
@@ -50,7 +50,7 @@ class Assignment:
     rounding    of the result
     accumulate  how a contraction accumulates (a reduction takes its ``step``), or ``"native"``: the stock kernel
                 computes, and its result is rounded once
-    order       of a reduction
+    order       of a reduction; its shards are those of a contraction's k too
     rule        the text of the rule that set ``rounding``
     gradient    what the rounding does to the gradient that passes it
     scaled      the scaled rounding of an operand, whose elements have ``rounding``; None for any other
@@ -71,6 +71,13 @@ class Assignment:
     def is_scaled(self) -> bool:
         """Whether a value of this assignment has elements of a scaled format."""
         return self.scaled is not None or self.blocks is not None
+
+    @property
+    def of_products(self) -> Accumulation | None:
+        """How a contraction accumulates, in the shards of the order; None where the stock kernel computes."""
+        if not isinstance(self.accumulate, Accumulation):
+            return None
+        return self.accumulate if self.order.shards == 1 else replace(self.accumulate, shards=self.order.shards)
 
     @property
     def said(self) -> str:
@@ -97,7 +104,8 @@ class Rule:
                 combine=..."; the format "wide" is binary32 for 16-bit dtypes, else the dtype; "native": the stock
                 kernel accumulates, and its result is rounded once. "faults=field:probability,...", the last option,
                 flips bits of the accumulator after each of its steps
-    order       of a reduction: "sequential", "lanes:n" or "exact"
+    order       of a reduction: "sequential", "lanes:n" or "exact"; "shards:S/sequential" and "shards:S/lanes:n" add
+                S parts of it in a tree, and those of the k of a contraction
     optional    whether the rule may match nothing; False: that is an error
     direction   the pass: "forward", "backward" or "update" (an optimizer's step); None: all of them
     gradient    what the rounding does to the gradient that passes it: "straight_through", "zero_clamped", "estimate", a
@@ -327,6 +335,8 @@ def _canonical(text: object, field: str, kept: str) -> str | None:
             _parsed(any_rounding, str(text), field)  # its messages know scaled formats too
         full: str = _parsed(_full_rounding, str(text), field)
         return full
+    if re.search(r"\sshards=", str(text)):
+        raise PolicyError(f"{field} = {shown(str(text))}: shards belong to the order; set order='shards:8/lanes:16'")
     dtype = _wide_dtype(str(text))
     _parsed(lambda t: Accumulation.parse(with_dtype(with_wide(t, dtype), dtype)), str(text), field)
     step, *options = str(text).split()

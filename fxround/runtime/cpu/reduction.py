@@ -45,7 +45,7 @@ def run_reduce(kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int] = (1,)
 
 
 def reduction_for(kernel: Reduce, x: Tensor, dims: Sequence[int]) -> Reduction | None:
-    """The call that reduces ``dims`` of operands of this layout; None if a description does not hold that many."""
+    """The call that reduces ``dims`` of operands of this layout; None if no kernel takes their lines in place."""
     return _reduction(kernel, tuple(x.shape), x.stride(), tuple(dims), current_set())
 
 
@@ -69,15 +69,15 @@ class Reduction:
 def _reduction(
     kernel: Reduce, shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...], isa: str
 ) -> Reduction | None:
-    """How operands of one layout are reduced; None if they have more dimensions than a description holds."""
+    """How operands of one layout are reduced; None if no kernel takes their lines in place."""
     lines = Lines.of(torch.empty_strided(shape, strides, device="meta"), dims)
     kept = tuple(n for d, n in enumerate(shape) if d not in dims)
     if lines.count == 0:
         return Reduction(None, kept, lines.array(), 0, 1)
-    if not lines.fits:
+    if not lines.fits or (kernel.order.shards > 1 and not lines.dense and not _across(kernel, lines)):
         return None
     loops = loops_for(kernel, lines)
-    return Reduction(loops.function, kept, lines.array(), *_items(lines, loops.lanes, loops.neighbours))
+    return Reduction(loops.function, kept, lines.array(kernel.order.shards), *_items(lines, loops.lanes, loops.neighbours))
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Loops:
 def loops_for(kernel: Reduce, lines: Lines, grouped: bool = True) -> Loops:
     """The loops for these lines. grouped: whether one item may be several lines, in the lanes of a register."""
     one, neighbours, machine = one_register(kernel), _neighbours(kernel, lines) if grouped else 0, current_machine()
-    many = grouped and lines.count >= one
-    if kernel.order.kind == "sequential" and many and lines.k[-1].x == 1 and lines.k[-1].size >= one:
+    many, whole = grouped and lines.count >= one, kernel.order.shards == 1
+    if kernel.order.kind == "sequential" and whole and many and lines.k[-1].x == 1 and lines.k[-1].size >= one:
         run, lanes = native(f"{kernel.digest}:rows", build_rows, (kernel, machine), "reduce", _REDUCE), one
-    elif neighbours or (many and (lines.k[-1].x != 1 or lines.length < 2 * kernel.order.chains)):
+    elif grouped and _across(kernel, lines):
         lanes, name = neighbours or one, "neighbours" if neighbours else "scattered"
         variant = (kernel, lanes, bool(neighbours), machine)
         run = native(f"{kernel.digest}:across:{lanes}:{name}", build_across, variant, "reduce", _REDUCE)
@@ -103,6 +103,12 @@ def loops_for(kernel: Reduce, lines: Lines, grouped: bool = True) -> Loops:
         lanes, name = 1, "dense" if lines.dense else "panels"
         run = native(f"{kernel.digest}:along:{name}", build_along, (kernel, lines.dense, machine), "reduce", _REDUCE)
     return Loops(run, lanes, bool(neighbours) and lanes == neighbours)
+
+
+def _across(kernel: Reduce, lines: Lines) -> bool:
+    """Whether the lanes of a register are lines."""
+    short = lines.k[-1].x != 1 or lines.length < 2 * kernel.order.chains * kernel.order.shards
+    return bool(_neighbours(kernel, lines)) or (lines.count >= one_register(kernel) and short)
 
 
 def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int = 1) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxround.numerics.lazy import cached_property
 from fxround.runtime.cpu.llvm.lines import MAX_DIMS
+from fxround.runtime.cpu.llvm.shards import table_of
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,11 @@ class Lines:
         """Whether k walks adjacent elements, all of a line in one run."""
         return len(self.k) == 1 and (self.k[0].x == 1 or self.length <= 1)
 
-    def array(self) -> Any:
-        """The description as kernels read it: see ``llvm.lines``."""
+    def array(self, shards: int = 1) -> Any:
+        """The description as kernels read it (``llvm.lines``), then the table of the shards of a line."""
         sizes = [self.count, self.length, len(self.results), len(self.k)]
         results = [[getattr(d, name) for d in self.results] for name in ("size", "x", "out", "line")]
         k = [[getattr(d, name) for d in self.k] for name in ("size", "x", "out")]
         padded = [value for column in (*results, *k) for value in (column + [0] * MAX_DIMS)[:MAX_DIMS]]
-        return (ctypes.c_int64 * (len(sizes) + len(padded)))(*sizes, *padded)
+        words = (*sizes, *padded, *table_of(self.length, shards))
+        return (ctypes.c_int64 * len(words))(*words)

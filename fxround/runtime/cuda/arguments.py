@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxround.numerics.orders import Shard, shards_of
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.lines import LINE_SIZES, LINE_STEPS
 from fxround.runtime.cuda.cpp.map import MAX_DIMS
@@ -50,6 +51,17 @@ def key_of(words: Sequence[int], state: Tensor | None, device: torch.device) -> 
         key.tensor = state.to(device, non_blocking=True).contiguous()
         key.state = key.tensor.data_ptr()
     return key, *(ctypes.c_uint32(word) for word in words[4:])
+
+
+@cache
+def shards_of_length(length: int, shards: int) -> Any:
+    """The shards of a length, as ``Shards`` of the texts."""
+    rows = shards_of(length, shards)
+    fields = (("count", ctypes.c_int64), *((name, ctypes.c_int64 * shards) for name in Shard._fields))
+    structure = type("Shards", (ctypes.Structure,), {"_fields_": fields})(count=len(rows))
+    for name, column in zip(Shard._fields, zip(*rows, strict=True), strict=True):
+        getattr(structure, name)[: len(rows)] = column
+    return structure
 
 
 def count(value: int) -> Any:

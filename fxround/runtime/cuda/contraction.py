@@ -18,7 +18,7 @@ from fxround.graph.dtypes import dtype_of
 from fxround.kernels.kinds import Map
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Placing, Plain, Product, Right, convolution, input_gradient, weight_gradient
-from fxround.runtime.cuda.arguments import ContractionShape, key_of, layout
+from fxround.runtime.cuda.arguments import ContractionShape, key_of, layout, shards_of_length
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE, After, Tile, contract_name, contract_text
 from fxround.runtime.cuda.cpp.copies import THREADS, Way
@@ -125,7 +125,8 @@ def _launch(
     tile = replace(_tile(product, rows, columns), single=single)
     tile = replace(tile, ways=_ways(product, tile), after=after, stored=_stored(tile.vector, out, made))
     key = key_of(product.draw.words((product.draw.node,)), product.draw.state, a.device)
-    arguments = [shape, *result, a, b, right.k_offsets, right.n_offsets, out.offsets, *key, *own]
+    shards = [shards_of_length(length, kernel.shards)] if kernel.shards > 1 else []
+    arguments = [shape, *shards, *result, a, b, right.k_offsets, right.n_offsets, out.offsets, *key, *own]
     launch(_text(tile), _tiles(tile, right.batch, rows, columns), arguments, a.device)
 
 

@@ -16,7 +16,7 @@ from fxround.graph.dtypes import dtype_of
 from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.runtime import buffers
 from fxround.runtime.contributions import Contributions, contributions_of
-from fxround.runtime.cuda.arguments import LineSteps, count, key_of
+from fxround.runtime.cuda.arguments import LineSteps, count, key_of, shards_of_length
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.lines import GROUP, PLAIN, LineLoop, Staging, loop_name
@@ -48,7 +48,7 @@ _SIDE_BY_SIDE: Final = 8
 @cache
 def _text(kernel: Reduce | Scan | Scatter | Exact, shape: LineLoop = PLAIN) -> Text:
     """The text of a kernel, for threads that share the work in this way."""
-    several = isinstance(kernel, Reduce) and kernel.order.chains > 1
+    several = isinstance(kernel, Reduce) and (kernel.order.chains > 1 or kernel.order.shards > 1)
     meets = several or bool(shape.exact) or shape.staging is not None
     return Text(loop_name(kernel, shape), lambda: preamble(SHAPE) + loop_text(kernel, shape), shape.threads, meets)
 
@@ -133,7 +133,8 @@ def _loop(kernel: Reduce | Scan | Exact, x: Tensor, lines: LineSteps, result: Te
     chains = kernel.order.chains if isinstance(kernel, Reduce) else 1
     # A scan's results are stored in the order of its lines.
     side_by_side = lines.inner > 1 if isinstance(kernel, Scan) else not lines.along
-    if side_by_side or lines.length < (_LONG if chains == 1 else _LONG_CHAINS):
+    sharded = isinstance(kernel, Reduce) and kernel.order.shards > 1
+    if sharded or side_by_side or lines.length < (_LONG if chains == 1 else _LONG_CHAINS):
         few = chains > 1 and -(-lines.count * chains // GROUP) < _ENOUGH
         return LineLoop(threads=GROUP // 2 if few else GROUP)
     if chains > 1:
@@ -159,7 +160,7 @@ def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: LineSteps | None
     chains, items = kernel.order.chains if isinstance(kernel, Reduce) else 1, lines.count
     if shape.staging:
         items = -(-items // shape.staging.lines)
-    elif chains > 1:
+    elif chains > 1 or (isinstance(kernel, Reduce) and kernel.order.shards > 1):
         items = -(-items * chains // shape.threads)
     key = key_of(draw.words((draw.node,)), draw.state, x.device)
     parts = min(-(-_ENOUGH // lines.count), lines.length // _PART)
@@ -169,7 +170,10 @@ def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: LineSteps | None
         launch(_text(kernel, LineLoop(exact="parts")), lines.count * parts, [lines, x, *among], x.device)
         launch(_text(kernel, LineLoop(exact="joined")), lines.count, [lines, result, *among, *key], x.device)
         return
-    arguments = [lines, result, x, *key]
+    shards = []
+    if isinstance(kernel, Reduce) and kernel.order.shards > 1:
+        shards.append(shards_of_length(lines.length, kernel.order.shards))
+    arguments = [lines, *shards, result, x, *key]
     launch(_text(kernel, shape), items, arguments, x.device)
 
 

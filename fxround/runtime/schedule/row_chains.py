@@ -388,4 +388,4 @@ def _line_call(kernel: Reduce | Exact, x: Tensor) -> LineCall | None:
         # The last group of lines would move back into the rows before its range, which are not in the scratch.
         loops = loops_for(kernel, lines, grouped=False)
     # A group of lines must not span two ranges, so the number of lines in a group divides 64.
-    return None if loops.neighbours or BLOCK % loops.lanes else LineCall(loops, lines.array())
+    return None if loops.neighbours or BLOCK % loops.lanes else LineCall(loops, lines.array(kernel.order.shards))

@@ -1,7 +1,7 @@
 """Lines of an operand in memory: where they start, how k walks them, and several of them together.
 
 A kernel gets the description of ``runtime.cpu.strides`` as 64-bit integers: the number of lines, their length, the
-numbers of dimensions, then ``MAX_DIMS`` entries for each of ``COLUMNS``. ``Neighbours`` are lines that are adjacent
+numbers of dimensions, then ``MAX_DIMS`` entries for each of ``COLUMNS``; a table of shards follows. ``Neighbours`` are lines that are adjacent
 in memory and loaded as vectors; ``Scattered`` are any lines, loaded element by element. Every lane of a group has a
 line that exists: the last group overlaps the one before it and computes the same results again, and a group larger
 than all lines repeats the last.
@@ -37,6 +37,7 @@ MAX_DIMS: Final = 8
 CACHE_LINE: Final = 64
 _SIZES: Final = ("count", "length", "dims", "k_dims")
 COLUMNS: Final = ("size", "x", "out", "line", "k_size", "k_x", "k_out")
+DESCRIBED: Final = len(_SIZES) + len(COLUMNS) * MAX_DIMS
 ARGS: Final = [("begin", I64), ("end", I64), ("lines", PTR), ("x", PTR), ("out", PTR), ("key", PTR)]
 
 
@@ -49,6 +50,11 @@ class Description:
             b.load(at(b, base, I64(i), I64), typ=I64) for i in range(len(_SIZES))
         )
         self.run, self.k_x, self.k_out = (self.last(name, self.k_dims) for name in ("k_size", "k_x", "k_out"))
+
+    @property
+    def shards(self) -> Any:
+        """The address of the table of shards, which follows the description."""
+        return at(self.b, self.base, I64(DESCRIBED), I64)
 
     def column(self, name: str, d: Any) -> Any:
         """Entry d of a column."""

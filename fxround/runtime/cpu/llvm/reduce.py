@@ -15,6 +15,7 @@ from llvmlite import ir
 
 from fxround.kernels.kinds import Reduce, Scan
 from fxround.numerics.arithmetic.scalar import const
+from fxround.numerics.orders import Shard
 from fxround.runtime.cpu.llvm.engine import Machine
 from fxround.runtime.cpu.llvm.fusions import fusions_for
 from fxround.runtime.cpu.llvm.lines import ARGS, Description, Group, Neighbours, Scattered
@@ -33,6 +34,7 @@ from fxround.runtime.cpu.llvm.loops import (
 )
 from fxround.runtime.cpu.llvm.panels import PANEL, panels
 from fxround.runtime.cpu.llvm.render import constant, emit, llvm_type, splat
+from fxround.runtime.cpu.llvm.shards import each_shard, levels_of, numbered, row_of
 from fxround.runtime.cpu.llvm.streams import advance, apply, load_seed, start
 
 # Registers of adjacent lines to use where there are many lines.
@@ -66,12 +68,19 @@ def first_of(kernel: Reduce | Scan, lanes: int) -> Any:
 def build_along(variant: tuple[Reduce, bool, Machine]) -> str:
     """The LLVM text of ``reduce(begin, end, lines, x, out, key)`` over the lines visited as number begin ... end.
 
-    dense: k walks adjacent elements in one run; otherwise they are copied into panels.
+    dense: k walks adjacent elements in one run; otherwise they are copied into panels. An order of shards is for dense
+    lines.
     """
     kernel, dense, machine = variant
     module = ir.Module("along")
     b, a = define(module, "reduce", ARGS)
     walk = Along(b, a, kernel, machine)
+    if kernel.order.shards > 1:
+        assert dense
+        with count(b, a["begin"], a["end"]) as item:
+            walk.shards(item)
+        b.ret_void()
+        return str(module)
     together = TOGETHER if dense and (kernel.draws or len(kernel.step.schedule) > _SHORT) else 1
     with count(b, a["begin"], a["end"], together) as first:
         lines = _least(b, b.sub(a["end"], first), I64(together))
@@ -95,6 +104,7 @@ class Along:
         self.lanes, self.storage = kernel.order.chains, kernel.loads[0]
         self.memory = MEMORY[self.storage]
         self.description, self.seed = Description(b, a["lines"]), load_seed(b, a["key"])
+        self.length = self.description.length
         self.tail = scratch(b, self.memory, PANEL + self.lanes)
         self.types = llvm_type(kernel.accumulator, self.lanes), llvm_type("u64", self.lanes)
         self.chains = [scratch(b, t, TOGETHER) for t in self.types]
@@ -102,10 +112,12 @@ class Along:
         # The number of elements at the front of ``tail`` that no step has taken yet: fewer than there are lanes.
         self.rest = Carried(b, [I64(0)])
 
-    def begin(self, slot: Any, item: Any) -> None:
-        """Find where a line and its result are stored, and start its chains."""
+    def begin(self, slot: Any, item: Any, shard: Shard | None = None) -> None:
+        """Find where a line, or a shard of it, and its result are stored, and start its chains."""
         b, n, kernel = self.b, self.lanes, self.kernel
         x, out, number = self.description.line(item)
+        if shard is not None:
+            x, number = b.add(x, shard.begin), numbered(b, number, kernel.order.shards, shard.number, 1)
         # Each chain has a stream of its own: number line * chains + chain, wherever and whenever the line is visited.
         elements = b.add(splat(b, b.mul(number, I64(n)), n), iota(n))
         state = start(b, elements, self.seed, n, kernel.draws or kernel.finish_draws)
@@ -128,11 +140,22 @@ class Along:
     def _walk(self, slots: list[Any]) -> None:
         b, n = self.b, self.lanes
         bases, carried = [self._base(slot) for slot in slots], [Carried(b, self._chain(slot)) for slot in slots]
-        with count(b, I64(0), self._whole(self.description.length), n) as k:
+        with count(b, I64(0), self._whole(self.length), n) as k:
             for base, chain in zip(bases, carried, strict=True):
                 chain.store(self._step(chain.load(), at(b, base, k, self.memory)))
         for slot, chain in zip(slots, carried, strict=True):
             self._put(slot, chain.load())
+
+    def shards(self, item: Any) -> None:
+        """Sum a dense line in shards."""
+        b, one = self.b, I64(0)
+        tree = Tree(b, self.kernel, 1)
+        with each_shard(b, self.description.shards) as shard:
+            self.length = b.sub(shard.end, shard.begin)
+            self.begin(one, item, shard)
+            self._walk([one])
+            tree.add(shard, self._sum(one, True))
+        self._finish(one, tree.whole())
 
     def panels(self) -> None:
         """Walk a line in panels; the elements that are left of one panel are moved to the front of the next."""
@@ -154,7 +177,11 @@ class Along:
 
     def end(self, slot: Any, dense: bool) -> None:
         """Take the last elements, fewer than there are chains; combine the chains; round and store."""
-        b, n, kernel, length = self.b, self.lanes, self.kernel, self.description.length
+        self._finish(slot, self._sum(slot, dense))
+
+    def _sum(self, slot: Any, dense: bool) -> list[Any]:
+        """Take the last elements, and combine the chains: the sum and its stream."""
+        b, n, kernel, length = self.b, self.lanes, self.kernel, self.length
         if dense:
             left = b.sub(length, self._whole(length))
             copy_elements(b, self.tail, at(b, self._base(slot), self._whole(length), self.memory), left, self.memory)
@@ -170,6 +197,11 @@ class Along:
         if n > 1:
             zero = ir.IntType(32)(0)
             acc, state = b.extract_element(acc, zero), b.extract_element(state, zero)
+        return [acc, state]
+
+    def _finish(self, slot: Any, total: list[Any]) -> None:
+        """Round a sum and store it."""
+        b, kernel, (acc, state) = self.b, self.kernel, total
         bits, _ = advance(b, state, 1, kernel.finish_draws)
         (result,) = emit(kernel.finish, b, [acc, bits], 1)
         out = at(b, self.a["out"], self._place(1, slot), MEMORY[kernel.result])
@@ -225,6 +257,41 @@ def _combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any)
     return chain
 
 
+class Tree:
+    """The sums of shards and their streams that wait for others, on the levels of ``numerics.orders``."""
+
+    def __init__(self, b: ir.IRBuilder, kernel: Reduce, lanes: int) -> None:
+        self.b, self.kernel, self.lanes = b, kernel, lanes
+        self.types = llvm_type(kernel.accumulator, lanes), llvm_type("u64", lanes)
+        self.levels = levels_of(kernel.order.shards)
+        self.arrays = [scratch(b, t, self.levels + 1) for t in self.types]
+
+    def add(self, shard: Shard, total: list[Any]) -> None:
+        """Add the sum of a shard to those that wait for it, with their streams."""
+        b, kernel = self.b, self.kernel
+        carried = Carried(b, total)
+        with count(b, shard.first, shard.last) as level:
+            other, _ = carried.load()
+            acc, state = self._load(level)
+            bits, state = advance(b, state, self.lanes, kernel.draws)
+            (value,) = emit(kernel.combine, b, [acc, other, bits], self.lanes)
+            carried.store([value, state])
+        self.put(shard.last, carried.load())
+
+    def put(self, level: Any, total: list[Any]) -> None:
+        """Let a sum wait on a level."""
+        for value, array, type_ in zip(total, self.arrays, self.types, strict=True):
+            self.b.store(value, at(self.b, array, level, type_))
+
+    def whole(self) -> list[Any]:
+        """The sum of the whole."""
+        return self._load(I64(self.levels))
+
+    def _load(self, level: Any) -> list[Any]:
+        b = self.b
+        return [b.load(at(b, p, level, t), typ=t) for p, t in zip(self.arrays, self.types, strict=True)]
+
+
 def _group(b: ir.IRBuilder, a: dict[str, Any], kernel: Reduce | Scan, lanes: int, neighbours: bool) -> Group:
     """The group of lines that a kernel takes."""
     return (Neighbours if neighbours else Scattered)(b, a, kernel, lanes)
@@ -251,21 +318,42 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
         for (slot, _), value in zip(slots(c), values, strict=True):
             b.store(value, slot)
 
-    with lines.each():
-        numbers = b.mul(lines.elements(), splat(b, I64(n), lanes))
+    def begin(shard: Any) -> None:
+        numbers = b.mul(numbered(b, lines.elements(), kernel.order.shards, shard, lanes), splat(b, I64(n), lanes))
         with count(b, I64(0), I64(n)) as c:
             elements = b.add(numbers, splat(b, c, lanes))
             state = start(b, elements, seed, lanes, kernel.draws or kernel.finish_draws)
             put(c, [first_of(kernel, lanes), state])
+
+    sharded, table, tree = kernel.order.shards > 1, lines.description.shards, Tree(b, kernel, lanes)
+
+    def end(row: Any, first: Any, last: Any) -> None:
+        _combine_chains(b, kernel, lanes, _least(b, b.sub(last, first), I64(n)), chain, put)
+        tree.add(row_of(b, table, row), chain(I64(0)))
+        with b.if_then(b.icmp_signed("<", last, lines.description.length)):
+            following = row_of(b, table, b.add(row, I64(1)))
+            begin(following.number)
+            at_hand.store([b.add(row, I64(1)), following.begin, following.end])
+
+    with lines.each():
+        begin(I64(0))
+        # The row of the shard at hand, its first element, and the first one after it.
+        at_hand = Carried(b, [I64(0), I64(0), row_of(b, table, I64(0)).end])
+        tree.put(I64(tree.levels), chain(I64(0)))
         with lines.description.runs() as (k, offset, _), count(b, I64(0), lines.description.run) as j:
+            row, first, last = at_hand.load() if sharded else [I64(0)] * 3
             # Chain k mod n: the number of chains is a power of two.
-            c = b.and_(b.add(k, j), I64(n - 1))
+            c = b.and_(b.sub(b.add(k, j), first), I64(n - 1))
             x = lines.load(b.add(offset, b.mul(j, lines.description.k_x)))
             if isinstance(lines, Neighbours):
                 lines.prefetch(b.add(offset, b.mul(b.add(j, I64(AHEAD)), lines.description.k_x)))
             put(c, step(b, kernel, chain(c), x, lanes, machine))
-        _combine_chains(b, kernel, lanes, _least(b, lines.description.length, I64(n)), chain, put)
-        acc, state = chain(I64(0))
+            if sharded:
+                with b.if_then(b.icmp_signed("==", b.add(b.add(k, j), I64(1)), last)):
+                    end(row, first, last)
+        if not sharded:
+            _combine_chains(b, kernel, lanes, _least(b, lines.description.length, I64(n)), chain, put)
+        acc, state = tree.whole() if sharded else chain(I64(0))
         bits, _ = advance(b, state, lanes, kernel.finish_draws)
         (result,) = emit(kernel.finish, b, [acc, bits], lanes)
         lines.store(result, I64(0))

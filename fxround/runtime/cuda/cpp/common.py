@@ -17,6 +17,7 @@ from fxround.numerics.arithmetic.randomness import (
     stream_functions,
 )
 from fxround.numerics.formats.storage import BYTES_OF, ELEMENT_OF, Storage
+from fxround.numerics.orders import Shard
 from fxround.runtime.cuda.cpp.limbs import LIMBS
 from fxround.runtime.cuda.cpp.table import device_function
 
@@ -131,6 +132,11 @@ def bodies(kernel: Reduce | Scan | Contract | Scatter | Exact, name: str) -> str
         if kernel.combine is not None:
             functions["combine"] = kernel.combine
     return "".join(device_function(f, f"{name}_{role}") for role, f in functions.items())
+
+
+def shards_structure(shards: int) -> str:
+    """The structure of the shards of a length (``numerics.orders``), of which ``count`` have elements."""
+    return f"struct Shards {{ i64 count, {', '.join(f'{name}[{shards}]' for name in Shard._fields)}; }};\n"
 
 
 def stream(kernel: Kernel, declaration: str, number: str, node: str = "key.node") -> str:

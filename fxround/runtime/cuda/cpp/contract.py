@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from fxround.kernels.kinds import Contract
-from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
+from fxround.runtime.cuda.cpp.common import (
+    KEY,
+    MEMORY,
+    bits,
+    bodies,
+    element,
+    global_,
+    pointer,
+    shards_structure,
+    stored,
+    stream,
+)
 from fxround.runtime.cuda.cpp.copies import COPIES, THREADS, Copying, Operand, SharedStage, Way
 from fxround.runtime.cuda.cpp.map import CudaMapVariant, how_read, indented, seeds, stores, walk
 from fxround.runtime.cuda.cpp.table import TYPES, device_function
@@ -214,6 +225,16 @@ _PLACES: Final = """\
 """
 _PLACE: Final = "batch * shape.out_batch + row * shape.out_row + out_n[column]"
 _INSIDE: Final = "        if (row < shape.rows && column < shape.columns)\n"
+# After the last step of a shard. The next shard has streams of its own.
+_ADD_SHARDS: Final = """\
+            if (ends) {{
+              for (int level = (int)shards.first[shard]; level < (int)shards.last[shard]; ++level) {{
+                acc[r][c] = {name}_combine(waiting[level][r][c], acc[r][c], {waiting_bits});
+{followed}              }}
+              waiting[shards.last[shard]][r][c] = acc[r][c];
+{kept}              acc[r][c] = 0;
+{start}            }}
+"""
 _COMBINE: Final = """\
             if (ends) {{
               total[r][c] = {name}_combine(total[r][c], acc[r][c], {step_bits});
@@ -253,8 +274,10 @@ def contract_name(tile: Tile) -> str:
 def contract_text(tile: Tile) -> str:
     """The text of a contraction and of the device functions that are its own."""
     kernel, name, side, stage = tile.steps, contract_name(tile), tile.side, tile.stage
-    type, chunked, element_stream = TYPES[kernel.accumulator], kernel.combine is not None, "state[r][c]"
-    start = stream(kernel, f"        {element_stream}", "number")
+    type, chunked, element_stream = TYPES[kernel.accumulator], bool(kernel.chunk), "state[r][c]"
+    sharded, levels = kernel.shards > 1, kernel.shards.bit_length() - 1
+    begun = "number" if not sharded else f"number * {kernel.shards} + shards.number[0]"
+    start = stream(kernel, f"        {element_stream}", begun)
     declare, again, step_bits = "", "", bits(kernel.draws, element_stream)
     vector = tile.vector
     places = _PLACES.format(vector=vector, band=vector * _LINE)
@@ -265,16 +288,28 @@ def contract_text(tile: Tile) -> str:
         declare += f"    {type} total[{side}][{side}];\n"
         start += "        total[r][c] = 0;\n"
         again += f"        const bool ends = (k_0 + k + 1) % {kernel.chunk} == 0 || k_0 + k + 1 == shape.length;\n"
+    if sharded:
+        declare += f"    {type} waiting[{levels} + 1][{side}][{side}];\n    int next_shard = 0;\n"
+        start += f"        waiting[{levels}][r][c] = 0;\n"
+        again += "        const int shard = next_shard;\n"
+        again += "        const bool ends = k_0 + k + 1 == shards.end[shard];\n        next_shard += ends;\n"
+    if kernel.streams and sharded:
+        declare += f"    u64 waiting_state[{levels} + 1][{side}][{side}];\n"
+        start += f"        waiting_state[{levels}][r][c] = {element_stream};\n"
     if kernel.coins:
         # 32 steps share a word, which is drawn before the first of them.
         declare += f"    u32 word[{side}][{side}];\n"
         start += "        word[r][c] = 0;\n"
-        again += "        const bool fresh = (k_0 + k) % 32 == 0;\n"
+        k = "(k_0 + k - shards.begin[shard])" if sharded else "(k_0 + k)"
+        again += f"        const bool fresh = {k} % 32 == 0;\n"
         step_bits = f"word[r][c] = fresh ? toss({element_stream}) : word[r][c] << 1"
     if tile.single:
         declare += "    u32 left_range = 0;\n"
     step = f"            acc[r][c] = {name}_step(x[r], y[c], acc[r][c], {step_bits});\n"
-    finish = f"{name}_finish({'total' if chunked else 'acc'}[r][c], {bits(kernel.finish_draws, element_stream)})"
+    total, last_stream = "total" if chunked else "acc", element_stream
+    if sharded:
+        total, last_stream = f"waiting[{levels}]", f"waiting_state[{levels}][r][c]"
+    finish = f"{name}_finish({total}[r][c], {bits(kernel.finish_draws, last_stream)})"
     copied = _copied(tile, name)
     # Elements beyond the edge are computed as the others, unless that would read beyond the operands.
     zeros = " = {}" if tile.single else ""
@@ -299,7 +334,7 @@ def contract_text(tile: Tile) -> str:
         start=start,
         again=again,
         step=_SINGLE_STEP.format(name=name, side=side, step_bits=step_bits) if tile.single else step,
-        combine=_COMBINE.format(name=name, step_bits=step_bits) if chunked else "",
+        combine=_combined(kernel, name, step_bits, places),
         store=_stores(tile, name, stored(kernel.result, finish), places),
         results=results if tile.after else "",
         after=_after(tile.after, tile, name, places) if tile.after else "",
@@ -307,13 +342,31 @@ def contract_text(tile: Tile) -> str:
     operands = [pointer(storage, x) for storage, x in zip(kernel.loads, "ab", strict=True)]
     tables = [f"const i64* __restrict__ {table}" for table in ("b_k", "b_n", "out_n")]
     out = [pointer(kernel.result, "out", readonly=False)] if tile.after is None or tile.after.kept else []
-    parameters = ["const Shape shape", *out, *operands, *tables, KEY, *_parameters(tile.after)]
+    shards = ["const Shards shards"] if sharded else []
+    parameters = ["const Shape shape", *shards, *out, *operands, *tables, KEY, *_parameters(tile.after)]
     functions = COPIES + bodies(kernel, name) + (_again(tile.kernel, name) if tile.single else "")
+    functions = (shards_structure(kernel.shards) if sharded else "") + functions
     if tile.after:
         functions += device_function(tile.after.variant.kernel.body, f"{name}_body")
     # Two blocks of 128 registers a thread hide each other's barriers. 16 elements with a stream or two sums need more.
-    light = side < 4 or not (kernel.streams or chunked)
+    light = side < 4 or not (kernel.streams or kernel.combine is not None)
     return functions + global_(name, parameters, body, THREADS, 2 if light else 1)
+
+
+def _combined(kernel: Contract, name: str, step_bits: str, places: str) -> str:
+    """What adds the partial sum of an element to others, after a chunk or a shard."""
+    if kernel.shards == 1:
+        return _COMBINE.format(name=name, step_bits=step_bits) if kernel.chunk else ""
+    start, followed, kept = "", "", ""
+    if kernel.streams:
+        number = f"number * {kernel.shards} + shards.number[shard + 1]"
+        start = "              if (shard + 1 < shards.count) {\n"
+        start += indented((_START.format(places=places) + stream(kernel, "state[r][c]", number)).splitlines(), 16)
+        start += "              }\n"
+        followed = "                state[r][c] = waiting_state[level][r][c];\n"
+        kept = "              waiting_state[shards.last[shard]][r][c] = state[r][c];\n"
+    waiting_bits = bits(kernel.draws, "waiting_state[level][r][c]")
+    return _ADD_SHARDS.format(name=name, waiting_bits=waiting_bits, start=start, followed=followed, kept=kept)
 
 
 def _copied(tile: Tile, name: str) -> tuple[Copying, Copying]:

@@ -137,7 +137,8 @@ def combined(kernel: Reduce, name: str) -> str:
 def parameters(kernel: Reduce | Scan | Exact) -> list[str]:
     """The parameters of a text over lines."""
     out, x = pointer(kernel.result, "out", readonly=False), pointer(kernel.loads[0], "x")
-    return ["const Lines lines", out, x, KEY]
+    shards = ["const Shards shards"] if isinstance(kernel, Reduce) and kernel.order.shards > 1 else []
+    return ["const Lines lines", *shards, out, x, KEY]
 
 
 # A thread brings {count} pieces, of {lines} lines or of one, while the threads of the chains take the steps of the

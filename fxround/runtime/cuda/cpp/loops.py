@@ -7,6 +7,7 @@ Sizes are arguments, so a text serves every shape of operands. No number depends
 every element once. Indices have 64 bits.
 
     reduce    (lines, out, x, key)                                   element i of out is of line i
+    reduce    (lines, shards, out, x, key)                           of an order of shards: those of a line's length
     scan      (lines, out, x, key)                                   out: (outer, length, inner), row-major
     scatter   (elements, inner, out, self, x, starts, order, key)    row r takes rows order[starts[r] .. starts[r + 1]]
     exact     (lines, out, x, key)                                   as reduce
@@ -22,7 +23,18 @@ from typing import Final
 from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.numerics.arithmetic.scalar import const
 from fxround.numerics.formats.storage import CARRIER_OF
-from fxround.runtime.cuda.cpp.common import KEY, MEMORY, bits, bodies, element, global_, pointer, stored, stream
+from fxround.runtime.cuda.cpp.common import (
+    KEY,
+    MEMORY,
+    bits,
+    bodies,
+    element,
+    global_,
+    pointer,
+    shards_structure,
+    stored,
+    stream,
+)
 from fxround.runtime.cuda.cpp.limbs import SIZES
 from fxround.runtime.cuda.cpp.lines import GROUP, LINES, PLAIN, LineLoop, combined, loop_name, parameters, staged_text
 from fxround.runtime.cuda.cpp.table import TYPES, constant
@@ -33,6 +45,8 @@ def loop_text(kernel: Reduce | Scan | Scatter | Exact, shape: LineLoop = PLAIN) 
     match kernel:
         case Reduce() | Scan() if shape.staging:
             return staged_text(kernel, shape)
+        case Reduce() if kernel.order.shards > 1:
+            return _shards(kernel, shape)
         case Reduce() if kernel.order.chains > 1:
             return _chains(kernel, shape)
         case Reduce() | Scan():
@@ -156,6 +170,61 @@ def _chains(kernel: Reduce, shape: LineLoop) -> str:
         value=stored(kernel.result, f"{name}_finish(acc, {bits(kernel.finish_draws, 'state')})"),
     )
     return LINES + bodies(kernel, name) + global_(name, parameters(kernel), body, shape.threads)
+
+
+# The chains of one shard after the other. ``waiting`` has the sums of shards, and their streams, by their levels.
+_SHARDS: Final = """\
+  SHARED({type}, ends, {threads});
+  const bool along = lines.along;
+  const int chain = along ? threadIdx.x % {chains} : threadIdx.x / {lines};
+  const int line_of = along ? threadIdx.x / {chains} : threadIdx.x % {lines}, next_chain = along ? 1 : {lines};
+{moves}  for (u64 i_0 = (u64)blockIdx.x * {lines}; i_0 < lines.count; i_0 += (u64)gridDim.x * {lines}) {{
+    const u64 i = i_0 + line_of;
+    const bool inside = i < lines.count;
+    {type} waiting[{levels} + 1];
+    u64 state = 0, waiting_state[{levels} + 1];
+    for (int s = 0; s < shards.count; ++s) {{
+      const u64 begin = shards.begin[s], length = shards.end[s] - begin, used = length < {chains} ? length : {chains};
+      {type} acc = {initial};
+{start}      if (inside && (u64)chain < used) {{
+        const u64 own = (length - chain - 1) / {chains} + 1;
+{own}      }}
+{combine}      for (int level = (int)shards.first[s]; level < (int)shards.last[s]; ++level) {{
+        acc = {name}_combine(waiting[level], acc, {waiting_bits});
+        state = waiting_state[level];
+      }}
+      waiting[shards.last[s]] = acc;
+      waiting_state[shards.last[s]] = state;
+    }}
+    if (inside && chain == 0) out[i] = {value};
+  }}
+"""
+
+
+def _shards(kernel: Reduce, shape: LineLoop) -> str:
+    """The chains of shards: a thread a chain."""
+    name, order = loop_name(kernel, shape), kernel.order
+    body = _SHARDS.format(
+        name=name,
+        type=TYPES[kernel.accumulator],
+        threads=shape.threads,
+        chains=order.chains,
+        lines=shape.threads // order.chains,
+        levels=order.shards.bit_length() - 1,
+        moves=_MOVES.format(chains=f"{order.chains}ull"),
+        initial=constant(const(kernel.accumulator, kernel.first)),
+        start=stream(kernel, "      state", f"(i * {order.shards} + shards.number[s]) * {order.chains} + chain"),
+        own=_own(kernel, shape, "(begin + (u64)chain)"),
+        combine=combined(kernel, name),
+        waiting_bits=bits(kernel.draws, "waiting_state[level]"),
+        value=stored(
+            kernel.result,
+            f"{name}_finish(waiting[{order.shards.bit_length() - 1}], "
+            f"{bits(kernel.finish_draws, f'waiting_state[{order.shards.bit_length() - 1}]')})",
+        ),
+    )
+    head = LINES + shards_structure(order.shards) + bodies(kernel, name)
+    return head + global_(name, parameters(kernel), body, shape.threads)
 
 
 # A thread has {piece} adjacent elements, and some of their contributions on the way.

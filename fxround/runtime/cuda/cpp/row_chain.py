@@ -142,9 +142,10 @@ class RowChain:
 
     @cached_property
     def threads(self) -> int | None:
-        """The threads of a block; None if there is no text: a row is too long, or a sum has too few chains."""
+        """The threads of a block; None if there is no text: a row is too long, or a sum has too few chains or shards."""
         fitting = [t for t in _BLOCKS if t >= self.group and self.shared(t) <= _MOST_SHARED]
         of_rows = all(stage.wide for stage in self.stages if isinstance(stage.kernel, Reduce))
+        of_rows = of_rows and all(kernel.order.shards == 1 for kernel in self._sums)
         possible = of_rows and self.group >= _FEWEST and self.length < _LONGEST
         return max(fitting, key=self._busy, default=None) if possible else None
 
