@@ -61,8 +61,8 @@ class Accumulation:
             require_shards(self.shards)
             if self.chunk is not None:
                 raise ValueError(
-                    f"chunk={self.chunk} and {self.shards} shards: the partial sums of a chain are those of chunks or of "
-                    "shards; leave out chunk= and combine=, or use an order without shards"
+                    f"chunk={self.chunk} and {self.shards} shards: the partial sums of a chain are those of chunks or "
+                    "of shards; leave out chunk= and combine=, or use an order without shards"
                 )
         if self.faults is not None and (self.faults.of_scales or self.faults.of_tensors):
             raise ValueError(f"faults={self.faults}: an accumulator has no scale; expected a field without 'scale.'")

@@ -6,8 +6,8 @@ A reduction of x[0..L-1] under an order and a rounding R is one fixed formula:
     lanes:n      acc[l] = +0 for l < n; for k ascending: acc[k mod n] = R(acc[k mod n] + x[k]);
                  then, with w the smallest power of two >= min(n, L), while w > 1: w = w / 2 and
                  acc[l] = R(acc[l] + acc[l + w]) for every l < w with l + w < min(n, L); the sum is acc[0]
-    shards:S/T   for S = 1 the order T, sequential or lanes:n; else, with h = L/2 rounded up, a is the sum of x[0..h-1] and
-                 b the sum of x[h..L-1], both under shards:(S/2)/T; the sum is R(a + b), and a if L <= 1
+    shards:S/T   for S = 1 the order T, sequential or lanes:n; else, with h = L/2 rounded up, a is the sum of x[0..h-1]
+                 and b the sum of x[h..L-1], both under shards:(S/2)/T; the sum is R(a + b), and a if L <= 1
     exact        R(x[0] + x[1] + ... + x[L-1]), one rounding of the exact sum; +0 where that is zero
 
 No formula mentions a batch size, a stride, a thread or a vector width, so none of them can change a bit. ``lanes`` is
@@ -56,9 +56,9 @@ class Order:
 
     @staticmethod
     def parse(text: str | Order) -> Order:
-        """Parse ``sequential``, ``lanes`` (16 chains), ``lanes:n``, ``exact``, or ``shards:S`` and ``/`` before a chain.
+        """Parse ``sequential``, ``lanes`` (16 chains), ``lanes:n``, ``exact``, or ``shards:S/`` before one of these.
 
-        ``shards`` alone are 8, of ``lanes:16`` if no other order follows.
+        ``shards`` alone are 8, of ``lanes:16`` if no order follows.
 
         Raises ValueError for another text, TypeError for anything that is no text.
         """
@@ -75,8 +75,8 @@ class Order:
         if kind == "lanes" and (not chains or (chains.isdecimal() and len(chains) <= 4)):
             return Order("lanes", int(chains)) if chains else LANES
         raise ValueError(
-            f"no reduction order is named {shown(text)}; known: sequential, lanes:n (n a power of two, 2 to 64), exact, "
-            "shards:S/sequential and shards:S/lanes:n (S a power of two, 2 to 64)"
+            f"no reduction order is named {shown(text)}; known: sequential, lanes:n (n a power of two, 2 to 64), "
+            "exact, shards:S/sequential and shards:S/lanes:n (S a power of two, 2 to 64)"
         )
 
 

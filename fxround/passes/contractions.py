@@ -1,8 +1,9 @@
 """Contractions: matrix products and convolutions accumulate in a fixed order, and each step is rounded.
 
-acc = +0; acc = R_acc(a_k * b_k + acc), k ascending, in the shards of the policy's order; then R. For example, ``aten.mm(x, w)`` becomes
-``fxround.matmul(x, w, "binary32/nearest_even/inf", "bfloat16/stochastic/inf", rng, 8)``. A bias is an addition of its
-own. The stock kernel computes products under ``accumulate="native"`` and products of integers.
+acc = +0; acc = R_acc(a_k * b_k + acc), k ascending, in the shards of the policy's order; then R. For example,
+``aten.mm(x, w)`` becomes ``fxround.matmul(x, w, "binary32/nearest_even/inf", "bfloat16/stochastic/inf", rng, 8)``. A
+bias is an addition of its own. The stock kernel computes products under ``accumulate="native"`` and products of
+integers.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
     """Replace mm, bmm, convolution and convolution's gradients by their fixed-order kernels."""
     for node, place in sites(graph):
         wanted, cls = decided(place), _call_of(node) if place.kind == "contraction" else None
-        how = None if wanted is None or cls is None else wanted[0].of_products
-        if wanted is None or how is None:
+        if wanted is None or cls is None or (how := wanted[0].of_products) is None:
             continue
         if float_value(node) is None or node.meta["val"].dtype not in STORAGES:
             continue

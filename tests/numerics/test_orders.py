@@ -27,7 +27,10 @@ LENGTHS = (2, 3, 5, 15, 16, 17, 31, 40)
 
 @pytest.mark.part(5)
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("order", ["sequential", "lanes:2", "lanes:4", "lanes:16", "lanes:32", "lanes:64"])
+@pytest.mark.parametrize(
+    "order",
+    ["sequential", "lanes:2", "lanes:4", "lanes:16", "lanes:32", "lanes:64", "shards:4/sequential", "shards:8/lanes:2"],
+)
 def test_sums_follow_the_tree_of_their_order(order: str, length: int) -> None:
     x, tree = masks(length), stated(Order.parse(order), length)
     check(OPS.sum(x, [1], False, order, RNE, RNE, RNG, 1), tree, length)
@@ -64,6 +67,17 @@ def test_contractions_ascend_in_k(length: int) -> None:
         check(column, tree, length)
     check(OPS.matmul(ones.t(), x.t(), RNE, RNE, RNG, 1)[7], tree, length)
     check(OPS.matmul(x[None], ones[None], RNE, RNE, RNG, 1)[0, :, 0], tree, length)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_contractions_in_shards_follow_the_tree_of_their_order(length: int) -> None:
+    x, tree, how = masks(length), stated(Order.parse("shards:4/sequential"), length), f"{RNE} shards=4"
+    for column in OPS.matmul(x, torch.ones(length, 33), how, RNE, RNG, 1).t()[[0, 20, 32]]:
+        check(column, tree, length)
+    images, weight = x.reshape(len(x), 1, length, 1), torch.ones(5, 1, length, 1)
+    for channels in (1, 5):
+        got = OPS.convolution(images, weight[:channels], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, how, RNE, RNG, 1)
+        check(got[:, -1, 0, 0], tree, length)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 3), (3, 1, 2), (4, 2, 3), (16, 1, 1)])

@@ -136,7 +136,7 @@ def test_every_format_is_a_policy(name: str) -> None:
 
 def test_presets_are_named_and_those_that_promise_bits_are_strict() -> None:
     assert set(PRESETS) >= {"identity", "stochastic", "up_down", "cestac", "reproducible", "bfloat16", "binary16"}
-    assert [p.name for p in PRESETS.values() if p.strict] == ["reproducible", "repdl"]
+    assert [p.name for p in PRESETS.values() if p.strict] == ["reproducible", "reproducible_sharded", "repdl"]
     assert all(name == p.name == Policy.parse(name).name for name, p in PRESETS.items())
     assert PRESETS["identity"].rules == ()
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from cuda_host import HostLauncher, assert_same, prepare
@@ -64,7 +63,10 @@ def test_a_part_of_the_length_has_the_shards_of_its_own(length: int, shards: int
     if shards > 1:
         half = -(-length // 2)
         first = [(row.number, row.begin, row.end) for row in shards_of(half, shards // 2)]
-        second = [(row.number + shards // 2, row.begin + half, row.end + half) for row in shards_of(length - half, shards // 2)]
+        second = [
+            (row.number + shards // 2, row.begin + half, row.end + half)
+            for row in shards_of(length - half, shards // 2)
+        ]
         assert [(row.number, row.begin, row.end) for row in rows] == first + (second if half < length else [])
 
 
@@ -134,7 +136,13 @@ def test_sums_and_products_are_the_formula_over_rational_numbers(
 def test_products_equal_the_reference(accumulate: str, shards: int) -> None:
     kernel = product_of(accumulate, shards)
     # Rows read in place, packed tiles with ends, several blocks in a shard, fewer steps than shards, no steps.
-    for batch, rows, length, columns in ((2, 3, 11, 5), (1, 33, 70, 40), (1, 9, 450 * shards, 3), (1, 2, 5, 7), (1, 9, 0, 4)):
+    for batch, rows, length, columns in (
+        (2, 3, 11, 5),
+        (1, 33, 70, 40),
+        (1, 9, 450 * shards, 3),
+        (1, 2, 5, 7),
+        (1, 9, 0, 4),
+    ):
         a, b = values((batch, rows, length), 1, special=True), values((batch, length, columns), 2)
         want = reference.contract(kernel, a.numpy(), b.numpy(), KEY)
         same(run_product(kernel, a, b, 0, DRAW), want)
@@ -168,7 +176,9 @@ def test_texts_of_a_gpu_have_the_same_bits(compiler: str, tmp_path: Path) -> Non
     host = HostLauncher(tmp_path, compiler, seed=5)
     orders = ("shards:8/lanes:16", "shards:2/sequential", "shards:4/lanes:2")
     steps = ("binary32", "binary32/stochastic", "bfloat16/up_down")
-    sums = [(sum_of(how, order), x) for how in steps for order in orders for x in (values((9, 75), 1), values((5, 3), 2))]
+    sums = [
+        (sum_of(how, order), x) for how in steps for order in orders for x in (values((9, 75), 1), values((5, 3), 2))
+    ]
     products = [
         (product_of(how, shards), a, b)
         for how, shards in (("binary32", 8), ("binary32/stochastic", 4), ("binary32/up_down", 8))

@@ -16,9 +16,16 @@ Tree = Any  # a leaf's number, or a pair of trees
 
 def stated(order: Order, length: int) -> Tree:
     """The tree of an order, by its definition in docs/numerics.md; the initial +0 is no leaf."""
+    return _over(list(range(length)), order, order.shards)
+
+
+def _over(leaves: list[int], order: Order, shards: int) -> Tree:
+    if shards > 1 and len(leaves) > 1:
+        half = -(-len(leaves) // 2)
+        return _over(leaves[:half], order, shards // 2), _over(leaves[half:], order, shards // 2)
     if order.kind == "sequential":
-        return chain(list(range(length)))
-    lanes = [chain(list(range(lane, length, order.chains))) for lane in range(min(order.chains, length))]
+        return chain(leaves)
+    lanes = [chain(leaves[lane :: order.chains]) for lane in range(min(order.chains, len(leaves)))]
     width = 1
     while width < len(lanes):
         width *= 2

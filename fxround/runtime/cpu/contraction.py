@@ -208,7 +208,9 @@ def _packed(kernel: Contract, isa: str, threads: int, sizes: tuple[int, ...], st
         run = native(variant.digest, build_contract, variant, "contract", _CONTRACT)
         panels, panels_wide = _ceiling(columns, variant.width), wide // variant.width
         layout = (rows, columns, length, panels, chunk, panels_wide, block, groups, *steps)
-        return Code(run, array((*layout, *table_of(length, kernel.shards))), variant.scratch_bytes(chunk, panels_wide, block))
+        return Code(
+            run, array((*layout, *table_of(length, kernel.shards))), variant.scratch_bytes(chunk, panels_wide, block)
+        )
 
     chunks, runs, row_step = _ceiling(rows, chunk), _ceiling(columns, wide), steps[-1]
     if row_step == columns:

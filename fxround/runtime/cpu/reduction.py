@@ -77,7 +77,9 @@ def _reduction(
     if not lines.fits or (kernel.order.shards > 1 and not lines.dense and not _across(kernel, lines)):
         return None
     loops = loops_for(kernel, lines)
-    return Reduction(loops.function, kept, lines.array(kernel.order.shards), *_items(lines, loops.lanes, loops.neighbours))
+    return Reduction(
+        loops.function, kept, lines.array(kernel.order.shards), *_items(lines, loops.lanes, loops.neighbours)
+    )
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ class _Direct:
     def _take(self, carried: Carried, row: Any, rows: int, first: Any, end: Any) -> None:
         """Take the steps first ... end, ascending."""
         b, a, lanes, vectors = self.b, self.a, self.lanes, self.variant.vectors
-        # ``first`` is 0, or begins a chunk or a shard; kernels that toss coins have no chunks, so that ``first`` is where
-        # a chain begins.
+        # ``first`` is 0, or begins a chunk or a shard. Kernels that toss coins have no chunks, so that a chain begins
+        # there.
         lines = [at(b, self.a_base, b.mul(b.add(row, I64(r)), a["a_row"]), self.left) for r in range(rows)]
         with self.steps.along(first, end, carried, rows * vectors) as k:
             values = carried.load()

@@ -1,10 +1,10 @@
 """Lines of an operand in memory: where they start, how k walks them, and several of them together.
 
 A kernel gets the description of ``runtime.cpu.strides`` as 64-bit integers: the number of lines, their length, the
-numbers of dimensions, then ``MAX_DIMS`` entries for each of ``COLUMNS``; a table of shards follows. ``Neighbours`` are lines that are adjacent
-in memory and loaded as vectors; ``Scattered`` are any lines, loaded element by element. Every lane of a group has a
-line that exists: the last group overlaps the one before it and computes the same results again, and a group larger
-than all lines repeats the last.
+numbers of dimensions, then ``MAX_DIMS`` entries for each of ``COLUMNS``; a table of shards follows. ``Neighbours`` are
+lines that are adjacent in memory and loaded as vectors; ``Scattered`` are any lines, loaded element by element. Every
+lane of a group has a line that exists: the last group overlaps the one before it and computes the same results again,
+and a group larger than all lines repeats the last.
 """
 
 from __future__ import annotations

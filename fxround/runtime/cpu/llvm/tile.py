@@ -222,9 +222,7 @@ class Item:
         # column get the stream of offset 0, and their results are dropped.
         offsets = masked_load(b, at(b, self.a["out_n"], column, I64), I64, exists, self.lanes)
         elements = b.add(splat(b, line, self.lanes), offsets)
-        state = start(
-            b, numbered(b, elements, self.kernel.shards, shard, self.lanes), self.seed, self.lanes, True
-        )
+        state = start(b, numbered(b, elements, self.kernel.shards, shard, self.lanes), self.seed, self.lanes, True)
         b.store(state, self._slots(row, vector, self.level)[1], align=8)
 
     def multiply(self, row: Any, rows: int, block: Block) -> None:

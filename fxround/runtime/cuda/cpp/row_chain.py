@@ -142,7 +142,7 @@ class RowChain:
 
     @cached_property
     def threads(self) -> int | None:
-        """The threads of a block; None if there is no text: a row is too long, or a sum has too few chains or shards."""
+        """The threads of a block; None if there is no text: long rows, sums of few chains, sums in shards."""
         fitting = [t for t in _BLOCKS if t >= self.group and self.shared(t) <= _MOST_SHARED]
         of_rows = all(stage.wide for stage in self.stages if isinstance(stage.kernel, Reduce))
         of_rows = of_rows and all(kernel.order.shards == 1 for kernel in self._sums)
