@@ -189,7 +189,9 @@ class Contract:
         """SHA-256 of everything that the compiled code depends on."""
         functions = (*self.lifts, self.step, self.finish, self.combine or "")
         randomness, hardware = (self.draws, self.finish_draws, self.coins), (self.direction, self.watched)
-        return _digest("contract", *functions, self.chunk, self.shards, self.loads, self.result, randomness, hardware)
+        # A contraction has chunks or shards, not both.
+        parts = self.chunk if self.shards == 1 else f"shards:{self.shards}"
+        return _digest("contract", *functions, parts, self.loads, self.result, randomness, hardware)
 
 
 @dataclass(frozen=True, eq=False)
