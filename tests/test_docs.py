@@ -186,7 +186,7 @@ def test_docstrings_become_lists_and_code() -> None:
     pytest.importorskip("griffe", reason="the extra docs reads docstrings")
     markdown = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))["markdown"]
     lists = markdown(inspect.getdoc(fxround.Rule))
-    assert '- `order`: of a reduction: "sequential", "lanes:n" or "exact"\n- `optional`: whether' in lists
+    assert "S parts of it in a tree, and those of the k of a contraction\n- `optional`: whether" in lists
     assert '\n\n```python\nRule("layer1", operator="contraction"' in lists
     shown = [markdown(inspect.getdoc(getattr(fxround, name)) or "") for name in fxround.__all__]
     assert not [text for text in shown if "::\n" in text]
