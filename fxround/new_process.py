@@ -1,6 +1,7 @@
 """Run code in a new interpreter that finds the same modules.
 
-It has the module search path of this process, so that it imports the same fxround and the same PyTorch.
+It has the module search path of this process, so that it imports the same fxround and the same PyTorch. A terminal's
+Ctrl-C does not reach it: this process decides whether it waits for the new one, or kills it.
 """
 
 from __future__ import annotations
@@ -30,5 +31,6 @@ def run(
         capture_output=True,
         text=True,
         timeout=timeout,
+        start_new_session=True,
         check=False,
     )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -348,6 +350,38 @@ def test_ctrl_c_leaves_the_axes_that_were_compared(monkeypatch: pytest.MonkeyPat
     assert "INTERRUPTED before stride, threads" in str(report) and "Every result so far" in str(report)
     with pytest.raises(NotInvariant, match="Ctrl-C came before stride, threads could be compared"):
         report.check()
+
+
+_INTERRUPTED: Final = """
+import os, signal, threading
+import torch
+import fxround
+from fxround import new_process
+
+run, pressed = new_process.run, []
+def interrupted(*arguments, **options):
+    if not pressed:
+        pressed.append(1)
+        threading.Timer(1, lambda: os.killpg(0, signal.SIGINT)).start()
+    return run(*arguments, **options)
+
+new_process.run = interrupted
+report = fxround.check_invariance(torch.nn.Linear(3, 2), torch.rand(4, 3), ("process", "batch"))
+print([(axis.axis, axis.distinct) for axis in report.axes], report.remaining)
+"""
+
+
+def test_ctrl_c_of_a_terminal_leaves_the_other_process_to_end() -> None:
+    """Ctrl-C comes while the other process imports PyTorch."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED],
+        env={**os.environ, "PYTHONPATH": str(Path(fxround.__file__).parents[1])},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "[('process', 1)] ('batch',)\n"), ended.stderr
 
 
 def test_each_axis_is_a_step(caplog: pytest.LogCaptureFixture) -> None:
