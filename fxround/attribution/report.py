@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxround.atomic_files import write_file
 from fxround.graph.site import Site
+from fxround.short_reprs import Short
 from fxround.views.colouring import SHADES, UNKNOWN, ByPolicy, Colouring, Mark
 from fxround.views.pictures import drawn, embedded, write_picture
 from fxround.views.table import Table, Tabled
@@ -32,8 +33,8 @@ _SHARES: Final = (
 )
 
 
-@dataclass(frozen=True)
-class SiteShare:
+@dataclass(frozen=True, repr=False)
+class SiteShare(Short):
     """What the roundings of one operation cost.
 
     node, operator, module, module_type, source, code   the operation and its place in the model
@@ -54,6 +55,10 @@ class SiteShare:
     deviation: float
     doubt: float
     sensitivity: tuple[float, ...] = ()
+
+    def _line(self) -> str:
+        where = f"{self.operator} in {self.module or 'the root module'}"
+        return f"{self.node}, {where}: {self.share:.1%} of the variance, deviation {self.deviation:.3g}"
 
     @staticmethod
     def of(node: str, place: Site, share: float, deviation: float, doubt: float, tried: tuple[float, ...]) -> SiteShare:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from fxround.graph.site import Direction
+from fxround.short_reprs import Short
 from fxround.spelling import selects
 from fxround.views.summaries import sorted_rows
 from fxround.views.table import Table, data_frame
@@ -15,8 +16,8 @@ from fxround.views.table import Table, data_frame
 _SHOWN: Final = ("value", "module", "source", "format", "fault", "elements", "flipped", "expected")
 
 
-@dataclass(frozen=True)
-class Flip:
+@dataclass(frozen=True, repr=False)
+class Flip(Short):
     """A row of ``Flips``: one fault of one value, and the number of bits that it flipped in a call.
 
     value      the operator that computes the value; for a value that enters the graph, its role and name, for example
@@ -47,6 +48,10 @@ class Flip:
     direction: Direction
     role: str
     operator: str
+
+    def _line(self) -> str:
+        flipped = f"{self.flipped:,} of {self.elements:,}, {self.expected:.4g} expected"
+        return f"{self.value}, {self.fault} in {self.format}: {flipped}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,6 +24,7 @@ from fxround.fingerprint import hash
 from fxround.invariance.subjects import Compiled
 from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike
+from fxround.short_reprs import Short
 from fxround.significance.inputs import calls
 from fxround.significance.parts import digest_of
 from fxround.views.table import Table
@@ -33,8 +34,8 @@ LAYOUT: Final = "fxround.hashes 1"
 _ABSENT: Final = "absent"
 
 
-@dataclass(frozen=True)
-class Hashes:
+@dataclass(frozen=True, repr=False)
+class Hashes(Short):
     """Hashes of one run of a model: what goes in, and what comes out.
 
     policy      the policy as text
@@ -48,9 +49,12 @@ class Hashes:
     inputs: tuple[str, ...]
     values: dict[str, str]
 
+    def _line(self) -> str:
+        return f"{len(self.values)} values of {len(self.inputs)} batches, policy {self.policy}"
 
-@dataclass(frozen=True)
-class Comparison:
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Short):
     """Two sets of hashes side by side, and their names."""
 
     one: Hashes
@@ -82,6 +86,9 @@ class Comparison:
             f"{len(self.differing)} of {len(self.one.values)} values differ, first {name}: {mine} in {self.name}, "
             f"{theirs} in {self.other_name}{reason}"
         )
+
+    def _line(self) -> str:
+        return self.first or f"all {len(self.one.values)} values of {self.name} and {self.other_name} are equal"
 
     def table(self) -> Table:
         """Return a table with one row per value: its name, whether it is equal, and both hashes."""

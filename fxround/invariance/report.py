@@ -11,6 +11,7 @@ from typing import Any
 
 from fxround.errors import shown
 from fxround.invariance.subjects import OperationPlace
+from fxround.short_reprs import Short
 from fxround.views.table import Table, Tabled
 
 
@@ -20,8 +21,8 @@ class NotInvariant(AssertionError):
     """
 
 
-@dataclass(frozen=True)
-class AxisResult:
+@dataclass(frozen=True, repr=False)
+class AxisResult(Short):
     """The result of one axis.
 
     axis        its name
@@ -61,6 +62,11 @@ class AxisResult:
         where = f"; first in {self.first}" if self.first else ""
         where += "; captured differently" if self.captured_differently else ""
         return f"{self.axis}: {self.distinct} results in {self.runs} runs ({', '.join(self.differing)}){where}"
+
+    def _line(self) -> str:
+        if not self.distinct:
+            return f"{self.axis}, does not apply: {self.reason}"
+        return f"{self.axis}, the same bits in {self.runs} runs" if self.invariant else str(self)
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
@@ -201,6 +201,10 @@ def _described(value: Any, outer: tuple[int, ...]) -> Any:
         return value.co_code, value.co_names, _described(value.co_consts, inside)
     if isinstance(value, tuple | list):
         return tuple(_described(item, inside) for item in value)
+    if isinstance(value, dict):
+        return tuple((_described(k, inside), _described(v, inside)) for k, v in value.items())
+    if is_dataclass(value) and not isinstance(value, type):  # a repr may say a part of it
+        return type(value).__qualname__, *(_described(getattr(value, field.name), inside) for field in fields(value))
     return repr(value)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from fxround.graph.site import placed
+from fxround.short_reprs import Short
 from fxround.significance.places import said_of_undrawn
 from fxround.views.table import Table, Tabled
 
@@ -18,8 +20,8 @@ CONFIDENCE: Final = 0.95
 _ENDED: Final = {"interrupted": "Interrupted", "limit": "Stopped at the limit of sets"}
 
 
-@dataclass(frozen=True)
-class Blame:
+@dataclass(frozen=True, repr=False)
+class Blame(Short):
     """One site of a set: a node of the captured graph and its place in the model.
 
     node        the node's name
@@ -48,14 +50,21 @@ class Blame:
     cancelled: float = 0.0
     share: float | None = None
 
+    def _line(self) -> str:
+        return f"{self.node}, {placed(self.operator, self.module, self.source, self.code)}"
 
-@dataclass(frozen=True)
-class Culprits:
+
+@dataclass(frozen=True, repr=False)
+class Culprits(Short):
     """A minimal failing set: its sites, their modules, and the numbers of the samples that fail with these sites on."""
 
     sites: tuple[Blame, ...]
     modules: tuple[str, ...]
     failures: tuple[int, ...]
+
+    def _line(self) -> str:
+        sites = ", ".join(site.node for site in self.sites)
+        return f"{sites} in {', '.join(self.modules) or 'the root module'}, {len(self.failures)} samples fail"
 
 
 @dataclass(frozen=True, repr=False)

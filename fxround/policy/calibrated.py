@@ -10,7 +10,7 @@ from torch import Tensor
 from fxround.policy.policy import Policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CalibratedPolicy(Policy):
     """A policy, and the scales that a module compiled with it begins with.
 
@@ -20,6 +20,9 @@ class CalibratedPolicy(Policy):
     """
 
     scales: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def _line(self) -> str:
+        return f"{super()._line()}; scales of {len(self.scales)} operands"
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.name, self.rules, self.strict, self.definitions, dict(self.scales))

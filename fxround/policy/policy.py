@@ -45,6 +45,7 @@ from fxround.policy.rule import (
     with_dtype,
     with_wide,
 )
+from fxround.short_reprs import Short
 from fxround.spelling import nearest, require_keys, selects, toml
 
 # The formulas of composite operators (fxround.operators.formulas).
@@ -52,8 +53,8 @@ OWN: Final = "fxround"
 DEFINITIONS: Final = (OWN, "repdl")
 
 
-@dataclass(frozen=True)
-class Policy:
+@dataclass(frozen=True, repr=False)
+class Policy(Short):
     """An ordered list of rules that says how every operation of a model is rounded.
 
     name         the name in reports and messages
@@ -97,6 +98,28 @@ class Policy:
         return "\n".join(
             [f"policy {brief(self.name)}{' (strict)' if self.strict else ''}", *(f"  {r}" for r in self.rules)]
         )
+
+    def _line(self) -> str:
+        base = self._base
+        if base is None:
+            count = f"{len(self.rules)} rule{'s' * (len(self.rules) != 1)}"
+            return f"{self.name}, {': '.join(filter(None, (count, '; '.join(map(str, self.rules)))))}"
+        options = [key for key in ("strict", "definitions") if getattr(self, key) != getattr(base, key)]
+        more = "; ".join(
+            [*(f"{key}={getattr(self, key)}" for key in options), *map(str, self.rules[len(base.rules) :])]
+        )
+        preset = "the preset" if self.name == base.name else f"the preset {base.name}"
+        return f"{self.name}, {preset}{more and f' and {more}'}"
+
+    @property
+    def _base(self) -> Policy | None:
+        """The preset with the most rules of those that the policy begins with; the one of its name before others."""
+        named: tuple[Policy, ...] = ()
+        with contextlib.suppress(PolicyError):
+            named = (Policy.preset(self.name.rstrip("+")),)
+        presets = (*named, *(preset for preset in NAMED.values() if preset.rules))
+        begun = [preset for preset in presets if self.rules[: len(preset.rules)] == preset.rules]
+        return max(begun, key=lambda preset: len(preset.rules), default=None)
 
     @property
     def treats_gradients(self) -> bool:

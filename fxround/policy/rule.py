@@ -16,6 +16,7 @@ from fxround.numerics.formats.stored_bits import has_stored_bits, with_stored_bi
 from fxround.numerics.gradients import ESTIMATED, STRAIGHT, ZEROED, Gradient
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
+from fxround.short_reprs import Sparse
 from fxround.spelling import nearest, selects
 
 IDENTITY: Final = "identity"
@@ -88,8 +89,8 @@ class Assignment:
         return IDENTITY if self.rounding is None else f"{self.said} accumulate {self.accumulate} order {self.order}"
 
 
-@dataclass(frozen=True)
-class Rule:
+@dataclass(frozen=True, repr=False)
+class Rule(Sparse):
     """One rule of a policy: which values it selects, and how they are rounded.
 
     The fields ``match``, ``operator``, ``role``, ``direction`` and ``result`` select values. Each of the others, except

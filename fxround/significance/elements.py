@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxround.errors import shown
+from fxround.short_reprs import Short
 from fxround.significance.figures import Options, Tally, bits_of
 from fxround.significance.inputs import ModelCall
 from fxround.significance.moments import Moments, chunks
@@ -25,14 +26,18 @@ MOST: Final = 1 << 26
 Bits = NDArray[np.float32]
 
 
-@dataclass
-class Elements:
+@dataclass(repr=False)
+class Elements(Short):
     """Bits by the name of a result, one array for each batch; the first input of each batch; and what was counted."""
 
     bits: dict[str, list[Bits]] = field(default_factory=dict)
     inputs: list[NDArray[np.float32] | None] = field(default_factory=list)
     elements: int = 0
     of_inputs: int = 0
+
+    def _line(self) -> str:
+        shapes = {name: " and ".join(f"{part.shape}" for part in parts) for name, parts in self.bits.items()}
+        return "bits of " + (", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "nothing")
 
     def add(self, name: str, moments: Moments, options: Options, precision: int) -> None:
         """Add the bits of one batch of a result."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.numerics.formats import Format
+from fxround.short_reprs import Short
 from fxround.significance.bits import CONFIDENCE, Method, above, bits_from, penalty
 from fxround.significance.moments import NEVER, Floats, Moments, as_array, chunks
 
@@ -72,8 +73,8 @@ class Agreement:
         return self.outside / max(self.elements, 1)
 
 
-@dataclass(frozen=True)
-class Figures:
+@dataclass(frozen=True, repr=False)
+class Figures(Short):
     """The significant bits of one place over its elements; bits are None if no element gave evidence.
 
     place             the place that was measured: its kind and name
@@ -122,6 +123,12 @@ class Figures:
     probability: float | None = None
     confidence: float = CONFIDENCE
     method: Method = "cnh"
+
+    def _line(self) -> str:
+        bits = f"no bits ({self.note or 'all samples are equal'})"
+        if self.bits is not None and self.worst is not None:
+            bits = f"{self.bits:.2f} bits in the mean, {self.worst:.2f} in the worst, of {self.precision}"
+        return f"{self.place.name}, {bits}; {self.samples} samples of {self.elements:,} elements"
 
     @property
     def evidence_share(self) -> float:

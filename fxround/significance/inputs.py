@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fxround.compiler.signature import signature_of
 from fxround.errors import shown, type_of
+from fxround.short_reprs import Short
 
 # The names that a message lists before "...".
 _SHOWN: Final = 8
@@ -48,12 +49,16 @@ class ModelCall:
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
 
-@dataclass(frozen=True)
-class Batches:
+@dataclass(frozen=True, repr=False)
+class Batches(Short):
     """What ``batches`` returns: data, and the function that takes each of their batches apart."""
 
     data: Iterable[Any]
     apart: Callable[[Any], Any]
+
+    def _line(self) -> str:
+        function = getattr(self.apart, "__qualname__", type(self.apart).__name__)
+        return f"{type_of(self.data)} whose batches {function} takes apart"
 
     def __iter__(self) -> Iterator[ModelCall]:
         return (self._call(batch) for batch in self.data)

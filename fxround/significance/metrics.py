@@ -31,6 +31,7 @@ from torch import Tensor
 from fxround.errors import shown, type_of
 from fxround.graph.dtypes import FORMAT_OF, real_numbers
 from fxround.numerics.formats import Format
+from fxround.short_reprs import Short
 from fxround.significance.inputs import ModelCall
 
 Sums = tuple[Any, ...]
@@ -128,8 +129,8 @@ def _whole(name: str, target: Tensor, classes: int) -> Tensor:
     return labels
 
 
-@dataclass(frozen=True)
-class Metric:
+@dataclass(frozen=True, repr=False)
+class Metric(Short):
     """One row of ``METRICS``.
 
     name, meaning, unit   text for reports
@@ -162,6 +163,13 @@ class Metric:
     function: Callable[[Any, Any], Any] | None = None
     against: Against = "unperturbed"
     settings: str = ""
+
+    def _line(self) -> str:
+        unit = f" [{self.unit}]" if self.unit else ""
+        reference = "the unperturbed result" if self.against == "unperturbed" else "the target"
+        better = f"{self.better} is better" if self.better else "which values are better is not known"
+        classes = [f"{key}={value}" for key, value in vars(self.classes).items() if value is not None]
+        return ", ".join([f"{self.name}, {self.meaning}{unit}", f"against {reference}", better, *classes])
 
     def reference(self, result: Any, unperturbed: Any, call: ModelCall) -> Any:
         """Return what a result is compared with: the unperturbed one, or the target.

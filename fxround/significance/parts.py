@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fxround.errors import type_of
 from fxround.fingerprint import hash
+from fxround.short_reprs import Short
 from fxround.significance.adaptive import GROUP
 from fxround.significance.elements import Elements
 from fxround.significance.figures import Options, Place, Tally
@@ -90,8 +91,8 @@ class Statistics:
             tallies[key].compare(reference, self.moments[key], value, self.offset)
 
 
-@dataclass(frozen=True)
-class BatchRecord:
+@dataclass(frozen=True, repr=False)
+class BatchRecord(Short):
     """What of a batch does not depend on its samples, and what metrics of labels keep of them.
 
     inputs      the digest of its arguments and target
@@ -109,9 +110,13 @@ class BatchRecord:
     changed: dict[str, Tensor]
     labels: dict[str, tuple[int, list[Tensor]]]
 
+    def _line(self) -> str:
+        compared = ", ".join(self.references) or "nothing"
+        return f"rows from {self.offset}, inputs {self.inputs[:12]}, compared with {compared}"
 
-@dataclass(frozen=True)
-class Part:
+
+@dataclass(frozen=True, repr=False)
+class Part(Short):
     """What a report has to be merged with others: how it was measured, and its batches."""
 
     first_sample: int
@@ -119,6 +124,11 @@ class Part:
     options: Options
     metrics: tuple[str, ...]
     batches: tuple[BatchRecord, ...]
+
+    def _line(self) -> str:
+        batches = f"{len(self.batches)} batch{'es' * (len(self.batches) != 1)}"
+        metrics = ", ".join(self.metrics) or "none"
+        return f"samples from {self.first_sample} of {batches}, {self.capture}, metrics {metrics}"
 
 
 def digest_of(call: ModelCall) -> str:

@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from fxround.policy import Policy
+from fxround.short_reprs import Short
 from fxround.significance.bits import student_half_width
 from fxround.significance.figures import plain
-from fxround.views.table import Short, Table, Value, of_notebook
+from fxround.views.table import Table, Value, of_notebook
 
 WITHIN: Final = 0.01
 COLUMNS: Final = ("site", "width", "mode", "perplexity", "low", "high", "samples")

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fxround.short_reprs import Short
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import Metric, Sums, dice_of, dice_sums, primary, worst_class
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, repr=False)
+class Measured(Short):
     """A metric's value for every sample, or for every pair of samples.
 
     name, meaning, unit, better   as in ``metrics.METRICS``
@@ -41,6 +42,13 @@ class Measured:
     changed: int = 0
     labels: int = 0
     classes: tuple[float, ...] | None = None
+
+    def _line(self) -> str:
+        if not self.values:
+            return f"{self.name}, no values"
+        worst = f", worst {self.worst:.6g}" if self.better else ""
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.name}, mean {self.mean:.6g} ±{self.spread:.2g}{worst}{unit}, of {len(self.values)} values"
 
     @property
     def title(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fxround.atomic_files import write_file
 from fxround.policy import Policy
+from fxround.short_reprs import Short
 from fxround.significance.figures import plain
 from fxround.significance.recorder import Measured
 from fxround.tuning.costs import Costs
@@ -18,8 +19,8 @@ from fxround.tuning.studies import number_of
 from fxround.views.table import Table, Tabled, data_frame
 
 
-@dataclass(frozen=True)
-class PolicyResult:
+@dataclass(frozen=True, repr=False)
+class PolicyResult(Short):
     """What was measured of one policy.
 
     name        the name of the policy in the comparison
@@ -38,6 +39,13 @@ class PolicyResult:
     seconds: float
     complete: bool = True
     error: str = ""
+
+    def _line(self) -> str:
+        measured = [f"{metric.title} {_cell(metric)}" for metric in self.metrics if metric.values]
+        state = f"failed: {self.error}" if self.error else "" if self.complete else "not complete"
+        bits = self.costs.weight_bits
+        weights = "" if bits is None else f"{bits:.4g} bits a weight"
+        return ", ".join(filter(None, (self.name, *measured, weights, state)))
 
     def metric(self, name: str) -> Measured:
         """Return a metric by its name. Raises KeyError for one that was not measured."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from fxround.errors import shown
 from fxround.policy import Policy
+from fxround.short_reprs import Short
 from fxround.significance.bits import CONFIDENCE, student_half_width
 from fxround.significance.figures import plain
 from fxround.tuning.studies import number_of
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 UNROUNDED: Final = "(unrounded)"
 
 
-@dataclass(frozen=True)
-class TrainingRun:
+@dataclass(frozen=True, repr=False)
+class TrainingRun(Short):
     """One training.
 
     name      of the policy in the sweep, or "(unrounded)"
@@ -45,6 +46,10 @@ class TrainingRun:
     values: Mapping[str, float]
     seconds: float
     error: str = ""
+
+    def _line(self) -> str:
+        values = [f"{name} {value:.6g}" for name, value in self.values.items()]
+        return ", ".join([self.name, f"seed {self.seed}", *values, *([f"failed: {self.error}"] if self.error else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain values; NaN is None, and infinities are text."""

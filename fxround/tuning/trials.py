@@ -19,6 +19,7 @@ import torch
 
 from fxround.atomic_files import write_file
 from fxround.module.rounded_module import RoundedModule
+from fxround.short_reprs import Short
 from fxround.significance.figures import plain
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, Metric
@@ -33,8 +34,8 @@ class Stopped(Exception):
     """The search ends: Ctrl-C was pressed, or all runs that were allowed are done."""
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, repr=False)
+class Trial(Short):
     """What was measured of an assignment.
 
     formats          the name of the format of each part, in the order of the parts
@@ -52,6 +53,12 @@ class Trial:
     activation_bits: float | None
     seconds: float
     error: str = ""
+
+    def _line(self) -> str:
+        costs = (("weight", self.weight_bits), ("activation", self.activation_bits))
+        bits = [f"{value:.4g} bits of {name}s" for name, value in costs if value is not None]
+        result = f"failed: {self.error}" if self.error else f"metric {self.value:.6g}, noise {self.noise:.3g}"
+        return ", ".join([f"{len(self.formats)} parts", *bits, result])
 
     @property
     def value(self) -> float:

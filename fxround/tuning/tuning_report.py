@@ -11,6 +11,7 @@ from typing import Any
 from fxround.atomic_files import write_file
 from fxround.errors import shown
 from fxround.policy import Policy
+from fxround.short_reprs import Short
 from fxround.significance.figures import plain
 from fxround.tuning.trials import Trial
 from fxround.views.table import Table, Tabled, data_frame
@@ -24,8 +25,8 @@ class Cheaper:
     value: float
 
 
-@dataclass(frozen=True)
-class PartChoice:
+@dataclass(frozen=True, repr=False)
+class PartChoice(Short):
     """The format that a part of the model got.
 
     part      its name: paths of modules, and the operator if parts are operators
@@ -46,14 +47,20 @@ class PartChoice:
     evidence: str
     cheaper: tuple[Cheaper, ...] = ()
 
+    def _line(self) -> str:
+        return f"{self.part}, {self.format} for {self.elements:,} weights; noise {self.noise:.3g}, {self.evidence}"
 
-@dataclass(frozen=True)
-class EvaluatedAssignment:
+
+@dataclass(frozen=True, repr=False)
+class EvaluatedAssignment(Short):
     """An assignment that ran: the cost that the search counts, in mean bits, what was measured, and the verdict."""
 
     bits: float
     trial: Trial
     keeps: bool
+
+    def _line(self) -> str:
+        return f"{self.bits:.4g} bits, {'keeps' if self.keeps else 'does not keep'} the budget; {self.trial._line()}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding, Scaling, any_rounding
 from fxround.numerics.modes import Rounding
-from fxround.views.table import Short
+from fxround.short_reprs import Short
 
 # Formats of at most 8 bits list their values.
 _LISTED: Final = 256

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from fxround.errors import shown
 from fxround.graph.site import Direction, Status, placed
+from fxround.short_reprs import Short
 from fxround.spelling import nearest, selects
 from fxround.views.table import Table, data_frame
 
@@ -23,8 +24,8 @@ _SHOWN: Final = ("node", "operator", "module", "source", "rounding", "accumulate
 _COVERED: Final = ("status", "operator", "nodes", "operations", "%", "reason")
 
 
-@dataclass(frozen=True)
-class Operation:
+@dataclass(frozen=True, repr=False)
+class Operation(Short):
     """A row of ``Summary``: one operation of a graph, with its rounding.
 
     node        the name of its node in the graph
@@ -59,6 +60,12 @@ class Operation:
 
     def __str__(self) -> str:
         return f"{self.node}: {placed(self.operator, self.module, self.source, self.code)} ({self.reason})"
+
+    def _line(self) -> str:
+        steps = f", accumulate {self.accumulate}" if self.accumulate else ""
+        return (
+            f"{self.node}, {self.operator} in {self.module or 'the root module'}: {self.rounding or self.status}{steps}"
+        )
 
 
 @dataclass(frozen=True)

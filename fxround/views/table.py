@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fxround.errors import brief
+from fxround.short_reprs import Short
 
 Value = str | int | float | None
 # The characters of a cell that a text shows. The rows, and what is made of them, have all.
@@ -29,13 +30,6 @@ _CSS = (
 
 class Numeral(str):
     """A number as text, with as many digits as it needs: it is aligned like a number."""
-
-
-class Short:
-    """What is printed as several lines: its repr is the class and the first of them."""
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {brief(str(self).partition(chr(10))[0])}>"
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,6 +17,7 @@ from fxround.errors import shown
 from fxround.numerics.formats.names import ALIASES, FLUSH, SPELT, UNSURE, other_numbers, own_name
 from fxround.numerics.formats.posit_codes import are_posits, posit_value
 from fxround.numerics.formats.text import description
+from fxround.short_reprs import Short
 
 Overflow = Literal["inf", "saturate", "nan", "wrap"]
 OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "saturate", "nan")
@@ -45,8 +46,8 @@ def spelt(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Format:
+@dataclass(frozen=True, repr=False)
+class Format(Short):
     """A floating-point format: the set of numbers that it can represent.
 
     name        the text that ``Format.parse`` reads

@@ -9,6 +9,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 from fxround.errors import shown
 from fxround.numerics.formats import Format, Overflow, spelt
+from fxround.short_reprs import Short
 
 B = TypeVar("B")
 
@@ -37,8 +38,8 @@ class Lost(Generic[B]):
     never: B
 
 
-@dataclass(frozen=True)
-class Mode:
+@dataclass(frozen=True, repr=False)
+class Mode(Short):
     """A rounding mode: a rule and the random bits that it draws.
 
     ``away``: the rule, *step away from zero?* ``random_bits``: how many it draws, n (0: deterministic). ``jitter``:
@@ -158,8 +159,8 @@ def _with_precision(mode: Mode, precision: str, text: str) -> Mode:
     return replace(mode, noise=int(precision))
 
 
-@dataclass(frozen=True)
-class Rounding:
+@dataclass(frozen=True, repr=False)
+class Rounding(Short):
     """A rounding: a format, a mode and an overflow behaviour, which are independent of each other.
 
     format    a ``Format``

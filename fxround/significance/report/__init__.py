@@ -21,6 +21,7 @@ from torch import Tensor
 from fxround.atomic_files import write_file
 from fxround.errors import shown, type_of
 from fxround.policy import Policy
+from fxround.short_reprs import Short
 from fxround.significance.bits import above, decimal, general_probability, penalty, require
 from fxround.significance.elements import Bits, Elements
 from fxround.significance.figures import Figures, plain
@@ -32,7 +33,7 @@ from fxround.significance.study import UNPERTURBED, Study
 from fxround.views.colouring import ByPolicy, Colouring
 from fxround.views.graph_views import to_networkx
 from fxround.views.pictures import drawn, write_picture
-from fxround.views.table import Numeral, Short, Table, Value, of_notebook
+from fxround.views.table import Numeral, Table, Value, of_notebook
 
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
 # of sound elements there (tests/significance/test_figures.py).

@@ -15,6 +15,7 @@ from fxround.numerics.formats import FORMATS, Format, Overflow
 from fxround.numerics.formats.fixed_point import element_of, fixed_point, integers
 from fxround.numerics.formats.hadamard import Hadamard
 from fxround.numerics.modes import MODES, Mode, Rounding
+from fxround.short_reprs import Short
 
 # How a scale is made of the largest magnitude m. With the element format's largest value M and the largest power of two
 # 2^e in it: floor, ceil: m / 2^e, to the power of two below or above. even: floor of m rounded to the element's
@@ -40,8 +41,8 @@ _MOST_FITS: Final = 8
 Block = tuple[int, ...] | Literal["channel", "tensor"]
 
 
-@dataclass(frozen=True)
-class Scaling:
+@dataclass(frozen=True, repr=False)
+class Scaling(Short):
     """Which elements share a scale, and how it is found.
 
     block       (n,): n consecutive elements along a dimension; (m, n): a tile of the last two dimensions; "channel":
@@ -138,8 +139,8 @@ class Scaling:
         return f"{block},{self.format},{self.how}{whole}{percentile}{fit}{delayed}{margin}"
 
 
-@dataclass(frozen=True)
-class ScaledFormat:
+@dataclass(frozen=True, repr=False)
+class ScaledFormat(Short):
     """A scaled format: a value is an element times a scale, which a block of elements shares.
 
     element   the format of the elements
@@ -183,6 +184,9 @@ class ScaledFormat:
         span = "" if self.span is None else f";{self.span[0]!r}:{self.span[1]!r}"
         return f"scaled({self.element};{self.scaling or 'fixed' + unit}{span})"
 
+    def _line(self) -> str:
+        return ", ".join([*(name for name, known in NAMED.items() if known == self), str(self)])
+
     @staticmethod
     def parse(text: str) -> ScaledFormat:
         """Parse the name of a scaled format, or a full text.
@@ -206,8 +210,8 @@ class ScaledFormat:
         return parsed
 
 
-@dataclass(frozen=True)
-class ScaledRounding:
+@dataclass(frozen=True, repr=False)
+class ScaledRounding(Short):
     """A rounding to a scaled format: a scaled format, and the mode and overflow of its elements.
 
     format    a ``ScaledFormat``
