@@ -17,7 +17,8 @@ correction of rounding errors (CENA), BIT 41, 2001; Hutchinson, Comm. Stat. Sim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import NormalDist, fmean, stdev
@@ -45,8 +46,8 @@ from fxround.policy import Policy
 from fxround.significance.inputs import positive
 from fxround.significance.moments import Moments
 from fxround.significance.places import places
-from fxround.significance.progress import Tick
 from fxround.significance.progress import progress as shown_progress
+from fxround.significance.stopping import interruptible
 from fxround.training.optimizer import RoundedOptimizer
 from fxround.views.graph_views import to_networkx
 
@@ -56,8 +57,21 @@ MOST_PROBES: Final = 64
 Output = Callable[[Any], Any]
 
 
-def _silent(note: str = "") -> None:
-    """Show no step."""
+class _Incomplete(KeyboardInterrupt):
+    """Raised after Ctrl-C where nothing is complete that a report could have."""
+
+
+@dataclass(frozen=True)
+class _Going:
+    """A step to count after each pass, and whether Ctrl-C was pressed."""
+
+    tick: Callable[[], None] = lambda: None
+    stopping: Callable[[], bool] = lambda: False
+
+    def require(self, state: str) -> None:
+        """Raise _Incomplete, with a text on what is complete, if Ctrl-C was pressed."""
+        if self.stopping():
+            raise _Incomplete(f"Ctrl-C ended the attribution: {state}")
 
 
 def attribute(
@@ -105,10 +119,12 @@ def attribute(
         progress: whether to show progress, a step for each pass; None shows it in a terminal or a notebook.
 
     Returns:
-        An ``AttributionReport``; ``report.trusted`` says whether its figures can be relied on.
+        An ``AttributionReport``; ``report.trusted`` says whether its figures can be relied on. Ctrl-C ends the work
+        after the pass or sample that runs, and the report has what is complete, with ``interrupted``.
 
     Raises:
         TypeError, ValueError: for wrong arguments; also what ``compile`` raises.
+        KeyboardInterrupt: for a Ctrl-C before anything is complete, and for a second one.
         UnsupportedOperator: for a loop whose length depends on data, and for complex numbers.
         UnsupportedRounding: for roundings whose losses are not known, such as those of binary64.
 
@@ -140,9 +156,10 @@ def attribute(
     random, signs = subject.draws, torch.Generator().manual_seed(seed)
     # What a format does is one error: the signs leave its square as uncertain as they can.
     passes = max(probes, MOST_PROBES) if tried else probes
-    with shown_progress(f"{type(model).__name__} attribution", None, progress) as tick:
+    with shown_progress(f"{type(model).__name__} attribution", None, progress) as tick, interruptible() as stopping:
         run, states = subject.linearized(signs if random else None, layers, tried)
         tick()
+        going = _Going(tick, stopping)
         result = _Result.of(states, spec, output)
         if elements and result.count > MOST_ELEMENTS:
             raise ValueError(
@@ -151,16 +168,14 @@ def attribute(
             )
         told: dict[str, Any] = {}
         if random:
-            spread = _Spread.of(run, result, result.count if elements else passes, signs, tick)
-            if check:
-                samples = _Samples.of(subject, output, layers, check, tick)
-                layer_results = {node: _Result.of_layer(run.seen[node]) for node in layers}
-                predicted = [_Spread.of(run, layer_results[node], probes, signs, tick) for node in layers]
-                told |= {"measured": samples.deviation, "samples": check, "noise": noise_of(spread.variation, check)}
-                told["layers"] = tuple(
-                    LayerDeviation(name, node, one.deviation, rms(layer_results[node].bits), samples.layers[node])
-                    for (node, name), one in zip(layers.items(), predicted, strict=True)
-                )
+            spread = _Spread.of(run, result, result.count if elements else passes, signs, going)
+            samples = _Samples.of(subject, output, layers, check, going)
+            if samples is not None:
+                told |= {"measured": samples.deviation, "samples": samples.taken}
+                told["noise"] = noise_of(spread.variation, samples.taken)
+            if samples is not None and not stopping():
+                with suppress(_Incomplete):
+                    told["layers"] = _layers(run, layers, samples.layers, probes, signs, going)
             rows, deviation = spread.rows(run.sites), spread.deviation
             told |= {"uncertainty": spread.uncertainty, "elements": spread.each(result) if elements else None}
         else:
@@ -170,11 +185,13 @@ def attribute(
                 "measured": rms(result.bits - exact.bits),
                 "remaining": rms(result.bits - result.moved - exact.bits),
             }
-            rows, deviation = _signed(run, result, passes, signs, tick), rms(result.moved)
+            rows, deviation = _signed(run, result, passes, signs, going), rms(result.moved)
             told["error"] = result.moved.reshape(result.shape)
+        told["interrupted"] = stopping()
     if (missed := rms(result.missed)) > DOUBT * deviation:
+        nothing = (0.0,) * len(tried)
         place = Site("", "", "output", "", "", "", "the function of the result")
-        rows.append(SiteShare.of("output", place, 0.0, 0.0, missed / deviation if deviation else math.inf, ()))
+        rows.append(SiteShare.of("output", place, 0.0, 0.0, missed / deviation if deviation else math.inf, nothing))
     return AttributionReport(
         model=type(model).__name__,
         policy=chosen.name,
@@ -183,7 +200,7 @@ def attribute(
         deviation=deviation,
         magnitude=rms(result.bits),
         rows=tuple(sorted(rows, key=lambda row: -abs(row.share))),
-        formats=tuple(map(str, tried)),
+        formats=tuple(map(str, tried)) if all(row.sensitivity for row in rows) else (),
         result=result.bits.reshape(result.shape),
         graph=to_networkx(lowered),
         **told,
@@ -195,7 +212,10 @@ def shares_of(subject: Subject, probes: int = 2) -> dict[str, float]:
     random, signs = subject.draws, torch.Generator().manual_seed(subject.seed)
     run, states = subject.linearized(signs if random else None, (), ())
     result = _Result.of(states, subject.spec, None)
-    rows = _Spread.of(run, result, probes, signs).rows(run.sites) if random else _signed(run, result, probes, signs)
+    if random:
+        rows = _Spread.of(run, result, probes, signs, _Going()).rows(run.sites)
+    else:
+        rows = _signed(run, result, probes, signs, _Going())
     origins = {node.name: origin(node) for node in subject.entry.lowered.graph.nodes}
     shares: dict[str, float] = {}
     for row in rows:
@@ -336,24 +356,30 @@ class _Spread:
     exact: bool
 
     @staticmethod
-    def of(run: Linearized, result: _Result, passes: int, signs: torch.Generator, tick: Tick = _silent) -> _Spread:
+    def of(run: Linearized, result: _Result, passes: int, signs: torch.Generator, going: _Going) -> _Spread:
         """Run the passes: one for each element, if there are no more elements than passes.
 
         Twice as many, and so on up to ``MOST_PROBES``, while the signs leave the deviation less certain than a tenth.
+        At Ctrl-C, the random directions that are complete are the result. Raises KeyboardInterrupt if there are none.
         """
         half = torch.full((result.count,), 0.5)
         spread = _Spread([], result.count, False)
         while result.count > passes:
             while len(spread.passes) < passes:
                 spread.passes.append(run.backward(result.derived, half.bernoulli(generator=signs) * 2 - 1))
-                tick()
+                going.tick()
+                if going.stopping():
+                    return spread
             if passes >= MOST_PROBES or spread.is_certain:
                 return spread
             passes = min(2 * passes, MOST_PROBES)
-        made = []
+        made: list[list[Effects]] = []
         for direction in torch.eye(result.count):
+            if going.stopping() and spread.passes:
+                return spread
+            going.require(f"{len(made)} of {result.count} backward passes are complete, and shares need all")
             made.append(run.backward(result.derived, direction))
-            tick()
+            going.tick()
         return _Spread(made, result.count, True)
 
     @property
@@ -399,9 +425,9 @@ class _Spread:
     def uncertainty(self) -> float:
         """The standard error of the deviation by the random directions."""
         totals = self._totals
-        if self.exact or len(totals) < 2 or not self.deviation:
+        if self.exact or not self.deviation:
             return 0.0
-        if not math.isfinite(self.deviation):
+        if len(totals) < 2 or not math.isfinite(self.deviation):
             return math.inf
         return stdev(totals) / math.sqrt(len(totals)) / self.count / (2 * self.deviation)
 
@@ -425,21 +451,41 @@ class _Spread:
         return _joined(parts, math.sqrt(total))
 
 
-def _signed(
-    run: Linearized, result: _Result, probes: int, signs: torch.Generator, tick: Tick = _silent
-) -> list[SiteShare]:
+def _signed(run: Linearized, result: _Result, probes: int, signs: torch.Generator, going: _Going) -> list[SiteShare]:
     """Return the rows of a policy that draws nothing: the parts of the error along its own direction."""
     size = float(result.moved.norm())
     direction = result.moved / size if size else torch.zeros_like(result.moved)
+    going.require("the backward pass has not begun")
     effects = run.backward(result.derived, direction)
-    tick()
-    spread = _Spread.of(run, result, probes, signs, tick) if run.formats else None
+    going.tick()
+    spread = None
+    if run.formats:
+        with suppress(_Incomplete):
+            spread = _Spread.of(run, result, probes, signs, going)
     scale = math.sqrt(result.count)
     parts = []
     for i, (site, one) in enumerate(zip(run.sites, effects, strict=True)):
         tried = spread.tried(i) if spread else ()
         parts.append((site, one.effect / size if size else 0.0, abs(one.effect) / scale, one.doubt / scale, tried))
     return _joined(parts, size / scale)
+
+
+def _layers(
+    run: Linearized,
+    layers: Mapping[str, str],
+    measured: Mapping[str, float],
+    probes: int,
+    signs: torch.Generator,
+    going: _Going,
+) -> tuple[LayerDeviation, ...]:
+    """Return the predicted and the measured deviation of each layer. Raises _Incomplete at Ctrl-C."""
+    rows: list[LayerDeviation] = []
+    for node, name in layers.items():
+        going.require(f"{len(rows)} of {len(layers)} layers are complete")
+        result = _Result.of_layer(run.seen[node])
+        spread = _Spread.of(run, result, probes, signs, going)
+        rows.append(LayerDeviation(name, node, spread.deviation, rms(result.bits), measured[node]))
+    return tuple(rows)
 
 
 _Part = tuple[SiteLosses, float, float, float, tuple[float, ...]]
@@ -464,24 +510,33 @@ class _Samples:
 
     deviation: float
     layers: dict[str, float]
+    taken: int
 
     @staticmethod
-    def of(subject: Subject, output: Output | None, layers: Collection[str], samples: int, tick: Tick) -> _Samples:
-        """Run the samples."""
+    def of(
+        subject: Subject, output: Output | None, layers: Collection[str], samples: int, going: _Going
+    ) -> _Samples | None:
+        """Run the samples, until Ctrl-C; None for fewer than two."""
+        taken = 0
         measured: dict[str, Moments] = {}
 
         def add(name: str, value: Tensor) -> None:
             measured.setdefault(name, Moments(tuple(value.shape), value.dtype)).add(value)
 
         for sample in range(samples):
+            if going.stopping():
+                break
             leaves, seen = subject.evaluated(later=sample, watched=layers)
             for name, value in seen.items():
                 add(name, next(leaf for leaf in pytree.tree_leaves(value) if is_float(leaf)))
             wide = pytree.tree_unflatten([x.double() if is_float(x) else x for x in leaves], subject.spec)
             made = _tensors(wide if output is None else widely(output, wide), output is not None)
             add("", torch.cat([tensor.detach().reshape(-1) for tensor in made]).double())
-            tick()
+            going.tick()
+            taken += 1
+        if taken < 2:
+            return None
         # Of a sample, not of a population.
-        more = math.sqrt(samples / (samples - 1))
+        more = math.sqrt(taken / (taken - 1))
         spreads = {name: more * rms(torch.from_numpy(moments.sigma())) for name, moments in measured.items()}
-        return _Samples(spreads.pop(""), spreads)
+        return _Samples(spreads.pop(""), spreads, taken)

@@ -119,7 +119,7 @@ class AttributionReport(Tabled):
     samples     the samples of ``check``
     noise       under a policy that draws, with ``check``: the least and the largest ``ratio`` that chance explains, but
                 once in a thousand reports (``noise_of``)
-    unknown     the operations without a derivative that the errors pass
+    interrupted whether Ctrl-C ended the work early: with fewer random directions, fewer samples or no layers
     graph       the rounded graph for networkx
 
     Example::
@@ -147,6 +147,7 @@ class AttributionReport(Tabled):
     samples: int = 0
     noise: tuple[float, float] | None = None
     graph: nx.DiGraph | None = field(default=None, repr=False, compare=False)
+    interrupted: bool = False
 
     @property
     def sites(self) -> Table:
@@ -227,7 +228,7 @@ class AttributionReport(Tabled):
         """Return everything but tensors and the graph as plain data."""
         kept = ("model", "policy", "draws", "shape", "deviation", "uncertainty", "magnitude", "formats", "measured")
         data: dict[str, Any] = {name: _plain(getattr(self, name)) for name in (*kept, "remaining", "samples", "noise")}
-        derived = {name: _plain(getattr(self, name)) for name in ("bits", "ratio", "gained", "trusted")}
+        derived = {name: _plain(getattr(self, name)) for name in ("bits", "ratio", "gained", "trusted", "interrupted")}
         rows = [{name: _plain(value) for name, value in asdict(row).items()} for row in self.rows]
         layers = [asdict(layer) | {"bits": _plain(layer.bits), "ratio": layer.ratio} for layer in self.layers]
         return data | derived | {"sites": rows, "layers": layers, "doubtful": [row.node for row in self.doubtful]}
@@ -262,7 +263,8 @@ class AttributionReport(Tabled):
         return "\n".join(self._lines())
 
     def _title(self) -> str:
-        return f"{self.model}, policy {self.policy}: what each rounding costs"
+        state = ", INTERRUPTED before all probes and samples were complete" if self.interrupted else ""
+        return f"{self.model}, policy {self.policy}: what each rounding costs{state}"
 
     def _lines(self) -> Iterator[str]:
         shown = self.rows[:SHOWN_ROWS]

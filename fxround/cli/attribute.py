@@ -1,7 +1,7 @@
 """``fxround attribute``: which rounding costs how much of a result, from one run and its derivatives.
 
-The status is 0, or 1 if ``--min-bits`` is given and the result has fewer bits, or its figures cannot be trusted.
-Example::
+The status is 0, or 1 if ``--min-bits`` is given and the result has fewer bits, or its figures cannot be trusted, and
+130 after Ctrl-C. Example::
 
     $ fxround attribute net.py:build --formats bfloat16 e4m3fn --check 10 --html report.html
 """
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from fxround.cli.arguments import POLICY, add_model, put, said
 from fxround.cli.loading import loaded, named
+from fxround.interrupts import INTERRUPTED
 
 FAILS: Final = 1
 
@@ -57,5 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         report.to_html(arguments.html)
     if arguments.draw:
         report.draw(arguments.draw)
+    if report.interrupted:
+        return INTERRUPTED
     least = arguments.min_bits
     return FAILS if least is not None and not (report.trusted and report.bits >= least) else 0

@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from typing import Any, Final, Self
 
@@ -23,7 +25,7 @@ import torch.utils._pytree as pytree
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fxround.errors import shown
+from fxround.errors import FxroundError, shown
 from fxround.significance.bits import require
 from fxround.significance.inputs import ModelCall
 from fxround.significance.observed import Key, Sample, Watch, compiled_for, sample_stream
@@ -62,7 +64,10 @@ class Pool:
         self._pool.__exit__(*error)
 
     def ordered(self, work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yield what ``work`` returns for the arguments of each task, in the order of the tasks; end at Ctrl-C."""
+        """Yield what ``work`` returns for the arguments of each task, in the order of the tasks.
+
+        Ctrl-C alone ends the results early. Raises what ``work`` raises, and FxroundError for a worker that died.
+        """
         rest = iter(tasks)
         while wave := list(islice(rest, self._wave)):
             try:
@@ -70,7 +75,13 @@ class Pool:
                     results = self._pool(self._delayed(work)(*task) for task in wave)
             except Stopped:
                 return
-            yield from results
+            except BrokenProcessPool as error:
+                said = str(error).partition("\n")[0]
+                raise FxroundError(
+                    f"a worker process died, of {self._wave}; expected the results of all: {said} If memory is short, "
+                    "ask for fewer workers by n_jobs, or split the data by batch_size"
+                ) from error
+            yield from (result for result, _ in zip(results, wave, strict=True))
 
     def packed(self, value: Any) -> Packed:
         """Return a value for a task's arguments, which ``kept`` unpacks in a worker."""
@@ -92,7 +103,7 @@ class Workers(Pool):
 
 
 def _work(model: Packed, batch: Packed, number: int) -> list[tuple[Key, Any]]:
-    leave_interrupts_to_the_parent()
+    prepare_worker()
     compiled = kept("model", model, lambda parts: compiled_for(*parts))
     call, watch = kept("batch", batch, lambda parts: parts)
     compiled.prepare(*call.args, **call.kwargs)
@@ -113,7 +124,15 @@ def owned(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(memory_format=torch.contiguous_format), value)
 
 
-def leave_interrupts_to_the_parent() -> None:
-    """Ignore Ctrl-C, which reaches every process of a terminal: the parent decides when to stop."""
-    if os.getpid() != _PARENT and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def prepare_worker() -> None:
+    """Let this process, if it is a worker's, end at any moment: Ctrl-C reaches it, and its parent decides when to stop.
+
+    It ignores Ctrl-C, and tqdm, which PyTorch uses, makes no semaphore for other processes, of whose loss the system's
+    tracker would warn.
+    """
+    if os.getpid() == _PARENT or threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is not None and not hasattr(bars, "_lock"):
+        bars.set_lock(threading.RLock())

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
+import signal
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,10 @@ from torch.nn import functional as F
 
 import fxround
 from fxround.attribution.functions import function_of
+from fxround.attribution.linearized import Linearized
 from fxround.attribution.one_pass import MOVES
 from fxround.attribution.report import noise_of
+from fxround.attribution.subject import Subject
 from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.fingerprint import hash as bits_of
 from fxround.numerics.arithmetic.operators import OPERATORS
@@ -28,6 +33,56 @@ from fxround.numerics.specification.exact import quantum, round_exact
 from fxround.operators.rules import RULES
 
 POLICIES = ("stochastic", "bfloat16", "up_down", "cestac", "e4m3fn/stochastic", "mxfp4", "reproducible")
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str, int], None]:
+    """Send Ctrl-C in the n-th call of a method."""
+
+    def at(owner: type, name: str, number: int) -> None:
+        method, calls = getattr(owner, name), itertools.count(1)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+    return at
+
+
+def test_ctrl_c_keeps_the_random_directions_that_are_complete(ctrl_c: Any) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 300)), torch.rand(1, 4)
+    ctrl_c(Linearized, "backward", 3)
+    report = fxround.attribute(net, x, check=5)
+    again = fxround.attribute(net, x)
+    assert report.interrupted and "INTERRUPTED" in str(report) and report.to_dict()["interrupted"]
+    assert (report.samples, report.measured, report.layers) == (0, None, ())
+    assert report.uncertainty > 0 and sum(row.share for row in report.rows) == pytest.approx(1)
+    assert not again.interrupted and "INTERRUPTED" not in str(again)
+
+
+def test_ctrl_c_keeps_the_samples_that_are_complete(ctrl_c: Any) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.rand(1, 4)
+    whole = fxround.attribute(net, x, check=3)
+    ctrl_c(Subject, "evaluated", 3)
+    report = fxround.attribute(net, x, check=9)
+    assert report.interrupted and (report.samples, report.layers) == (3, ())
+    assert (report.rows, report.measured) == (whole.rows, whole.measured)
+
+
+def test_ctrl_c_before_shares_are_complete_says_so(ctrl_c: Any) -> None:
+    ctrl_c(Linearized, "backward", 2)
+    with pytest.raises(KeyboardInterrupt, match="2 of 3 backward passes are complete, and shares need all"):
+        fxround.attribute(nn.Linear(4, 3), torch.rand(1, 4))
+
+
+def test_ctrl_c_leaves_out_formats_that_are_not_complete(ctrl_c: Any) -> None:
+    net, x = nn.Linear(4, 3), torch.rand(1, 4)
+    ctrl_c(Linearized, "backward", 2)
+    report = fxround.attribute(net, x, "bfloat16", formats=["e4m3fn"])
+    assert report.interrupted and report.formats == () and len(report.sensitivity) == len(report.rows)
 
 
 @pytest.mark.parametrize("policy, steps", [("stochastic", 1 + 3), ("bfloat16", 1 + 1)])

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import fxround
+from fxround.errors import FxroundError
 from fxround.significance import stopping
+from fxround.significance.workers import Pool
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +153,15 @@ def test_ctrl_c_ends_a_process_with_a_report(jobs: int, taken: int) -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == f"({taken},) False True ['unperturbed']\nINTERRUPTED\n"
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
+    with Pool(2) as pool, pytest.raises(FxroundError, match=r"a worker process died, of 2.*fewer workers by n_jobs"):
+        list(pool.ordered(_die, [(), ()]))
 
 
 def test_processes_of_workers_start_out_of_reach_of_ctrl_c() -> None:
