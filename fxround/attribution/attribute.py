@@ -57,7 +57,7 @@ MOST_PROBES: Final = 64
 Output = Callable[[Any], Any]
 
 
-class _Incomplete(KeyboardInterrupt):
+class Incomplete(KeyboardInterrupt):
     """Raised after Ctrl-C where nothing is complete that a report could have."""
 
 
@@ -69,9 +69,9 @@ class _Going:
     stopping: Callable[[], bool] = lambda: False
 
     def require(self, state: str) -> None:
-        """Raise _Incomplete, with a text on what is complete, if Ctrl-C was pressed."""
+        """Raise Incomplete, with a text on what is complete, if Ctrl-C was pressed."""
         if self.stopping():
-            raise _Incomplete(f"Ctrl-C ended the attribution: {state}")
+            raise Incomplete(f"Ctrl-C ended the attribution: {state}")
 
 
 def attribute(
@@ -174,7 +174,7 @@ def attribute(
                 told |= {"measured": samples.deviation, "samples": samples.taken}
                 told["noise"] = noise_of(spread.variation, samples.taken)
             if samples is not None and not stopping():
-                with suppress(_Incomplete):
+                with suppress(Incomplete):
                     told["layers"] = _layers(run, layers, samples.layers, probes, signs, going)
             rows, deviation = spread.rows(run.sites), spread.deviation
             told |= {"uncertainty": spread.uncertainty, "elements": spread.each(result) if elements else None}
@@ -237,13 +237,17 @@ class Contribution:
 
 
 def contributions(
-    subject: Subject, output: Output | None, group: Callable[[SiteLosses], Hashable], probes: int = 32
+    subject: Subject,
+    output: Output | None,
+    group: Callable[[SiteLosses], Hashable],
+    probes: int = 32,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> dict[Hashable, Contribution]:
     """Return the contribution of each group of operations to the error of a result, from one run of a subject.
 
     Errors that are known add up within a group before they are squared; errors that are drawn do not. For a result of
     more elements than ``probes``, directions of random signs estimate the squares without bias. Raises what
-    ``Linearized`` raises.
+    ``Linearized`` raises, and Incomplete once ``stopping`` returns True.
     """
     signs = torch.Generator().manual_seed(subject.seed)
     run, states = subject.linearized(signs if subject.draws else None, (), ())
@@ -253,7 +257,8 @@ def contributions(
     directions = torch.eye(count) if exact else [half.bernoulli(generator=signs) * 2 - 1 for _ in range(probes)]
     added: dict[Hashable, float] = {}
     missed: dict[Hashable, float] = {}
-    for direction in directions:
+    for number, direction in enumerate(directions):
+        _Going(stopping=stopping).require(f"{number} of {len(directions)} backward passes are complete")
         known: dict[Hashable, float] = {}
         for site, effects in zip(run.sites, run.backward(result.derived, direction), strict=True):
             name = group(site)
@@ -460,7 +465,7 @@ def _signed(run: Linearized, result: _Result, probes: int, signs: torch.Generato
     going.tick()
     spread = None
     if run.formats:
-        with suppress(_Incomplete):
+        with suppress(Incomplete):
             spread = _Spread.of(run, result, probes, signs, going)
     scale = math.sqrt(result.count)
     parts = []
@@ -478,7 +483,7 @@ def _layers(
     signs: torch.Generator,
     going: _Going,
 ) -> tuple[LayerDeviation, ...]:
-    """Return the predicted and the measured deviation of each layer. Raises _Incomplete at Ctrl-C."""
+    """Return the predicted and the measured deviation of each layer. Raises Incomplete at Ctrl-C."""
     rows: list[LayerDeviation] = []
     for node, name in layers.items():
         going.require(f"{len(rows)} of {len(layers)} layers are complete")

@@ -9,13 +9,13 @@ finest one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.utils._pytree as pytree
 
-from fxround.attribution.attribute import contributions
+from fxround.attribution.attribute import Incomplete, contributions
 from fxround.attribution.report import DOUBT
 from fxround.attribution.subject import Subject
 from fxround.errors import UnsupportedOperator, UnsupportedRounding
@@ -58,9 +58,17 @@ class Sensitivities:
 
 
 def attributed(
-    whole: RoundedModule, call: ModelCall, parts: Sequence[Part], formats: Formats, seed: int
+    whole: RoundedModule,
+    call: ModelCall,
+    parts: Sequence[Part],
+    formats: Formats,
+    seed: int,
+    stopping: Callable[[], bool],
 ) -> Sensitivities:
-    """Attribute a call with all parts in the first format, in the second, ..."""
+    """Attribute a call with all parts in the first format, in the second, ...
+
+    Once ``stopping`` returns True, the formats that remain count as refused.
+    """
     unrolled = _without_loops(whole, call)
     columns: list[list[tuple[float, float]]] = []
     refused: dict[str, str] = {}
@@ -72,8 +80,9 @@ def attributed(
         subject = Subject(unrolled.source, compiled, entry, leaves, None, None, seed, 0)
         try:
             with torch.enable_grad():
-                by_part = contributions(subject, primary, group_of(parts, entry.lowered, formats.per))
-        except (UnsupportedOperator, UnsupportedRounding) as error:
+                group = group_of(parts, entry.lowered, formats.per)
+                by_part = contributions(subject, primary, group, stopping=stopping)
+        except (UnsupportedOperator, UnsupportedRounding, Incomplete) as error:
             refused[name] = str(error)
             columns.append([(0.0, math.inf)] * len(parts))
             continue

@@ -169,7 +169,7 @@ class _Tuning:
             )
         trials.begin()
         self.goal = goal_of(budget, bits, trials.metric, trials.unrounded)
-        whole = attributed(trials.whole, trials.batches[0], every, trials.formats, trials.seed)
+        whole = attributed(trials.whole, trials.batches[0], every, trials.formats, trials.seed, trials.stopping)
         base = _finest(whole, trials.formats, self.costs)
         kept = tuple(part for i, part in enumerate(every) if i not in choices)
         trials.formats = replace(trials.formats, base=base, kept=kept)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import fxround
 from fxround import Policy, PolicyError, Rule
 from fxround.attribution.attribute import contributions
+from fxround.attribution.linearized import Linearized
 from fxround.attribution.subject import Subject
 from fxround.graph.site import site
 from fxround.module.rounded_module import RoundedModule
@@ -299,6 +300,20 @@ def test_ctrl_c_keeps_what_is_complete(at: int, tmp_path: Path, monkeypatch: pyt
             _ = report.value
     again = fxround.tune(model, data, "sqnr", ">= 20", FORMATS, path=path)
     assert values(again) == values(whole) and again.recalled == complete and not again.interrupted
+
+
+def test_ctrl_c_ends_the_attribution_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward, calls = Linearized.backward, itertools.count(1)
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        if next(calls) == 40:
+            signal.raise_signal(signal.SIGINT)
+        return backward(self, *args)
+
+    monkeypatch.setattr(Linearized, "backward", interrupted)
+    report = fxround.tune(mlp(24, 8, 5), batches(), "sqnr", ">= 20", FORMATS)
+    assert next(calls) == 41 and report.interrupted and report.evaluated == ()
+    assert "Ctrl-C ended the attribution: 8 of 32 backward passes are complete" in str(report)
 
 
 def test_a_metric_that_raises_or_is_nan_keeps_no_budget(tmp_path: Path) -> None:
