@@ -27,6 +27,12 @@ def moved():
 
 def scaled():
     return build(scale=2.0)
+
+def thirds():
+    return build(scale=1 / 3)
+
+def moved_thirds():
+    return build(scale=1 / 3, last=0.26)
 """
 
 
@@ -82,3 +88,57 @@ def test_other_files_have_no_hashes(text: str, net: str, capsys: pytest.CaptureF
     Path("other.json").write_text(text)
     assert cli.main(["hash", f"{net}:build", "--check", "other.json"]) == 2
     assert "other.json has no hashes of a model" in capsys.readouterr().err
+
+
+def study(net: str, built: str, path: str, *more: str) -> None:
+    assert cli.main(["variability", f"{net}:{built}", "--samples", "5", "--save", path, *more]) == 0
+
+
+def test_reports_of_two_commits_say_which_bits_changed(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for built, path in (("thirds", "golden.report"), ("thirds", "same.report"), ("moved_thirds", "moved.report")):
+        study(net, built, path, "--first-sample", "0", "--capture", "layers")
+    capsys.readouterr()
+    assert cli.main(["diff", "golden.report", "same.report"]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["diff", "golden.report", "moved.report"]) == 1
+    out, error = capsys.readouterr()
+    rows = {line.split("  ")[0]: line for line in out.splitlines()}
+    # One of the two results reads the weight that moved.
+    assert "differs" in rows["output"] and rows["output"].endswith(" 1")
+    assert "places and metrics differ, first (root): the bits of (root) are" in error
+    assert "1 elements have other bits; weights, unperturbed runs differ, too" in error
+    assert cli.main(["diff", "golden.report", "moved.report", "--lost", "20"]) == 0
+    capsys.readouterr()
+    assert cli.main(["diff", "golden.report", "moved.report", "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {row["place"]: row["elements changed"] for row in found["places"]} == {"output": 1, "(root)": 1}
+
+
+def test_places_that_lose_bits_are_the_status(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    study(net, "thirds", "golden.report", "--policy", "binary32/stochastic")
+    study(net, "thirds", "narrow.report", "--policy", "bfloat16/stochastic")
+    capsys.readouterr()
+    assert cli.main(["diff", "golden.report", "narrow.report", "--lost", "3"]) == 1
+    out, error = capsys.readouterr()
+    assert error == "fxround: more than 3 bits are lost in output, (root)\n" and "policies differ." in out
+    assert cli.main(["diff", "narrow.report", "golden.report", "--lost", "3"]) == 0
+
+
+def test_files_of_two_kinds_are_not_compared(net: str, capsys: pytest.CaptureFixture[str]) -> None:
+    study(net, "build", "golden.report")
+    cli.main(["hash", f"{net}:build", "--save", "golden.json"])
+    capsys.readouterr()
+    for files, said in (
+        (["golden.report", "golden.json"], "golden.report is a report of variability --save, and golden.json is none"),
+        (["golden.json", "golden.json", "--lost", "1"], "--lost and --json compare reports of variability --save"),
+        (["golden.report", "golden.report", "--lost", "-1"], "--lost is -1.0; expected a number of bits, 0 or more"),
+    ):
+        assert cli.main(["diff", *files]) == 2
+        assert f"fxround: {said}" in capsys.readouterr().err
+
+
+def test_a_difference_of_something_else_is_refused() -> None:
+    report = fxround.variability(torch.nn.Linear(3, 2), torch.rand(4, 3), samples=5, reference=None)
+    assert report.difference(report).differing == () and report.difference(report).first == ""
+    with pytest.raises(TypeError, match=r"other is a str; expected what fxround\.variability"):
+        report.difference("golden.report")  # type: ignore[arg-type]

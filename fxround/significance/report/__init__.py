@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import networkx as nx
 from torch import Tensor
@@ -34,6 +34,9 @@ from fxround.views.colouring import ByPolicy, Colouring
 from fxround.views.graph_views import to_networkx
 from fxround.views.pictures import drawn, write_picture
 from fxround.views.table import Numeral, Table, Value, of_notebook
+
+if TYPE_CHECKING:
+    from fxround.significance.report.difference import ReportDifference
 
 # A result is called wrong if this share of its elements is beyond their spread: normal samples put less than 0.1 %
 # of sound elements there (tests/significance/test_figures.py).
@@ -461,6 +464,33 @@ class VariabilityReport(Short):
         return of_notebook(self.heading, self.tables, said, self.legend)
 
     # ---- continuous integration ----
+
+    def difference(
+        self, other: VariabilityReport, names: tuple[str, str] = ("this report", "the other")
+    ) -> ReportDifference:
+        """Compare with the report of another commit: which figures changed, of which results, layers and metrics.
+
+        Reports that keep samples (``first_sample=``, ``keep_samples=True``) also say how many elements have other bits.
+
+        Args:
+            other: a report of the same study, of another commit, machine or version.
+            names: what to call the two.
+
+        Returns:
+            A ``ReportDifference``: ``differing``, ``first``, ``lost(bits)`` and ``causes``; ``print`` shows a table.
+
+        Raises:
+            TypeError: for anything but a report.
+
+        Example::
+
+            assert not report.difference(fxround.load_report("golden.report")).differing
+        """
+        from fxround.significance.report.difference import ReportDifference
+
+        if not isinstance(other, VariabilityReport):
+            raise TypeError(f"other is {type_of(other)}; expected what fxround.variability or load_report returned")
+        return ReportDifference(self, other, *names)
 
     def check(
         self,
