@@ -205,20 +205,6 @@ def plan_of(graph: fx.GraphModule) -> Plan:
     return plan
 
 
-def draws(graph: fx.GraphModule) -> bool:
-    """Whether a rounding of a lowered graph draws random bits."""
-    return any(_draws(call) for call in map(read, graph.graph.nodes) if call is not None)
-
-
-def _draws(call: Any) -> bool:
-    if isinstance(call, Pointwise):
-        return from_text.drawn(call.program) > 0
-    chain = getattr(call, "accumulate", None)
-    stored = getattr(call, "rounding", None)
-    drawn = chain is not None and from_text.accumulation(chain).random
-    return drawn or (stored is not None and from_text.rounding(stored).mode.random_bits > 0)
-
-
 def is_tangent(node: fx.Node) -> bool:
     """Whether a node is the placeholder of the gradient of a result."""
     port = node.meta.get(PORT)

@@ -15,7 +15,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxround.attribution.evaluated import evaluated
-from fxround.attribution.graphs import draws
 from fxround.attribution.linearized import Linearized
 from fxround.attribution.states import State
 from fxround.attribution.tangents import Tangents
@@ -25,6 +24,7 @@ from fxround.graph.site import located
 from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
 from fxround.numerics.modes import Rounding
+from fxround.passes.analyses.draws import any_draws
 from fxround.policy import Policy
 from fxround.significance.inputs import calls
 from fxround.training.optimizer import RoundedOptimizer
@@ -71,7 +71,7 @@ class Subject:
     def draws(self) -> bool:
         """Whether a rounding draws random bits."""
         steps = [] if self.optimizer is None else [graph.lowered for graph in self.optimizer.graphs(self._names)]
-        return any(map(draws, (self.entry.lowered, *steps)))
+        return any(map(any_draws, (self.entry.lowered, *steps)))
 
     @property
     def spec(self) -> pytree.TreeSpec:

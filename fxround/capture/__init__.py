@@ -19,7 +19,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -40,6 +40,7 @@ from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.numbers import Number, asked_nothing, insert_numbers, with_tensors
 from fxround.capture.outside_reads import wrap_reads
 from fxround.capture.packed import as_tuples, packed_sequences
+from fxround.capture.processes import finished_sums
 from fxround.capture.refusals import (
     EXPECTED,
     RESULT,
@@ -116,6 +117,11 @@ class _Traced:
     noted: Noted
     aliases: Mapping[int, Alias]
     once: str
+
+
+# The attributes of a DTensor: the part of this process, and the mesh of all processes.
+_LOCAL: Final = "_local_tensor"
+_MESH: Final = "device_mesh"
 
 
 def core_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -337,6 +343,7 @@ def _trace(
         stack.enter_context(packed_sequences((args, kwargs)))
         stack.enter_context(traced_ctc_losses())
         stack.enter_context(traced_least_squares())
+        stack.enter_context(finished_sums(decompositions))
         try:
             graph, reads, noted = _graph_of(stack, model, args, kwargs, differentiable)
             returned = returned_by(graph, model, args, kwargs)
@@ -405,6 +412,7 @@ def describe(joint: Any, arguments: int) -> Captured:
     """
     graph: fx.GraphModule = joint.graph_module
     _drop_tokens(graph)
+    _drop_meshes(graph)
     for part in graphs_of(graph):
         drop_aliases(part, but=CONSTANT)
     ask_arguments_for_sizes(graph)
@@ -443,6 +451,18 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
         graph.graph.erase_node(node)
 
 
+def _drop_meshes(graph: fx.GraphModule) -> None:
+    """Remove the device meshes of DTensors, which enter a graph and leave it with gradients: collectives name groups."""
+    output = graph.graph.output_node()
+    kept = [i for i, desc in enumerate(output.meta["desc"]) if getattr(desc, "attr", None) != _MESH]
+    results: Any = output.args[0]
+    output.args = (tuple(results[i] for i in kept),)
+    output.meta["desc"] = [output.meta["desc"][i] for i in kept]
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if getattr(node.meta["desc"], "attr", None) == _MESH:
+            graph.graph.erase_node(node)
+
+
 def _describe_constants(graph: fx.GraphModule) -> None:
     """Give the tensors of the program text, which are attributes, a fake value."""
     mode = fake_mode(graph)
@@ -478,6 +498,8 @@ def _port(desc: Any) -> Port:
         return Port("parameter" if kind == "ParamAOTInput" else "buffer", name=desc.target)
     if kind in ("PlainAOTInput", "PlainAOTOutput"):
         return Port("argument" if kind == "PlainAOTInput" else "result", index=desc.idx)
+    if kind.startswith("SubclassGetAttr") and desc.attr == _LOCAL:
+        return _shared(_port(desc.base))
     if kind == "GradAOTOutput":
         return replace(_port(desc.grad_of), kind="gradient")
     if kind == "TangentAOTInput":
@@ -486,6 +508,15 @@ def _port(desc: Any) -> Port:
         f"the captured graph has a port of kind {kind}, which fxround does not know. "
         "A model whose outputs are views of one mutated tensor does this: return clones of them."
     )
+
+
+def _shared(port: Port) -> Port:
+    if port.kind not in ("parameter", "buffer", "gradient") or port.mutation:
+        raise CaptureError(
+            f"{'result' if port.kind == 'result' else port.kind} {port.name or port.index} of the model is a DTensor: "
+            "return tensors of this process, by use_local_output=True in the plan (the default), or tensor.to_local()."
+        )
+    return replace(port, shared=True)
 
 
 def _tangent(result: Port) -> Port:

@@ -23,6 +23,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from fxround.capture.guards import spelled
+from fxround.capture.processes import is_shared, mesh_of
 from fxround.capture.transforms import TANGENTS_REFUSED
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES, FORMAT_OF
@@ -39,10 +40,14 @@ def refused_kind(tensor: torch.Tensor) -> str:
 
 
 UNSHARDED: Final = (
-    "fxround captures modules and tensors of one process: sharded and wrapped ones are not supported yet. Compile the "
-    "module as it is, and use DistributedDataParallel(fxround.compile(module)); or gather what is sharded "
+    "fxround does not capture sharded and wrapped modules yet, but for parallelize_module's. Compile the module as it "
+    "is, and use DistributedDataParallel(fxround.compile(module)); or gather what is sharded "
     "(tensor.full_tensor(), or get_model_state_dict of torch.distributed.checkpoint.state_dict with "
     "full_state_dict=True), and compile an unsharded module that has loaded it."
+)
+_LOCAL_ARGUMENTS: Final = (
+    "A compiled module takes the tensors of its process: pass tensor.to_local(), and let the plan say what it is "
+    "(input_layouts of ColwiseParallel, RowwiseParallel and PrepareModuleInput)."
 )
 _WRAPS: Final = (
     "wraps other tensors, as torchao's quantized weights do; fxround rounds plain tensors. Compile the model before "
@@ -52,7 +57,6 @@ _WRAPS: Final = (
 )
 # The modules of PyTorch with what makes modules and tensors distributed. Where none is imported, nothing is.
 _DISTRIBUTED: Final = (
-    ("torch.distributed.tensor", "DTensor", "a DTensor"),
     ("torch.distributed.fsdp", "FSDPModule", "sharded by fully_shard (FSDP2)"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "a FullyShardedDataParallel (FSDP)"),
     ("torch.nn.parallel", "DistributedDataParallel", "a DistributedDataParallel"),
@@ -60,7 +64,7 @@ _DISTRIBUTED: Final = (
 
 
 def distribution_of(value: object) -> str:
-    """Return how a module or tensor is distributed over processes, in words; "" for one that is not."""
+    """Return how a module is distributed over processes, in words; "" for one that is not."""
     for module, name, said in _DISTRIBUTED:
         kind = getattr(sys.modules.get(module), name, None)
         if isinstance(kind, type) and isinstance(value, kind):
@@ -73,12 +77,14 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
     for name, module in model.named_modules():
         if distributed := distribution_of(module):
             raise CaptureError(f"{f'the module {name}' if name else 'the model'} is {distributed}. {UNSHARDED}")
+    mesh_of(model)  # raises for what several processes cannot share
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
+    for name, leaf in leaves:
+        if is_shared(leaf):
+            raise CaptureError(f"{name} is a DTensor. {_LOCAL_ARGUMENTS}")
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
             continue
-        if distributed := distribution_of(tensor):
-            raise CaptureError(f"{name} is {distributed}. {UNSHARDED}")
         kind = refused_kind(tensor)
         if kind:
             raise CaptureError(f"{name} is {kind} ({tensor.dtype}); {EXPECTED}. Pass the float model.")
@@ -86,7 +92,7 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
             raise CaptureError(f"{name} is a nested tensor; expected a dense one: call .to_padded_tensor(0.0) first.")
         if tensor.layout != torch.strided:
             raise CaptureError(f"{name} has layout {tensor.layout}; expected a dense tensor: call .to_dense() first.")
-        if hasattr(tensor, "__tensor_flatten__"):
+        if hasattr(tensor, "__tensor_flatten__") and not is_shared(tensor):
             raise CaptureError(f"{name} is a {type(tensor).__module__}.{type(tensor).__qualname__}, which {_WRAPS}")
         if tensor.device.type not in DEVICES:
             raise CaptureError(f"{name} is on {tensor.device}; fxround runs on {' and '.join(DEVICES)}: move it there.")

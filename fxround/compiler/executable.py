@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from fxround.capture import Captured
 from fxround.capture.aliases import Alias
 from fxround.capture.numbers import as_operand
+from fxround.capture.processes import local
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.rounded_aliases import rounded_once
 from fxround.compiler.training_step import TrainingStep, differentiable
@@ -236,9 +237,16 @@ class Entry:
             inputs = self._read(leaves)
         except KeyError:  # a parameter or buffer that is held in another way now
             inputs = [leaves[port.index] if o is None else _tensor(*o) for port, o in self._owned]
+        if self._is_shared:
+            inputs = list(map(local, inputs))
         if self._changed:
             self._refuse_shared_memory(inputs)
         return inputs
+
+    @cached_property
+    def _is_shared(self) -> bool:
+        """Whether other processes have parts of the model's parameters."""
+        return any(port.shared for port in self.captured.entering)
 
     @cached_property
     def _read(self) -> Callable[[Sequence[Any]], Sequence[Any]]:

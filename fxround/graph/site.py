@@ -74,7 +74,8 @@ class Port:
     position of the input that it changes. A tangent is the gradient of the result ``index``, a gradient that of the
     parameter ``name`` or the argument ``index``. A number is the attribute ``name`` of the model. A multiplier is
     that of the delayed scale ``name``, and a magnitude the largest one of its value in this call. An input of a
-    loop's body is carried, in the order of the loop's operands.
+    loop's body is carried, in the order of the loop's operands. One that is shared is a DTensor in the model, of which
+    the graph has the part of this process.
     """
 
     kind: Literal[
@@ -93,6 +94,7 @@ class Port:
     name: str = ""
     index: int = -1
     mutation: bool = False
+    shared: bool = False
 
 
 def float_value(node: fx.Node) -> torch.Tensor | None:

@@ -223,6 +223,8 @@ _OPAQUE: Final = {
         upsample_bicubic2d upsample_trilinear3d embedding_renorm""",
 }
 
+_OF_A_GROUP: Final = "the process group adds in an order of its own, which depends on the number of processes"
+
 _TABLE: Final = (
     _bodies("pointwise", _POINTWISE)
     | _bodies("elementary", {"reciprocal": "reciprocal({0})"} | _UNARY | _BINARY)
@@ -240,6 +242,9 @@ RULES: Final = MappingProxyType(
     {name: rule for reason, names in _OPAQUE.items() for name, rule in _rows("opaque", "aten", names, reason).items()}
     | _TABLE
     | _rows("movement", "fxround", "marked marked_gradient")
+    | _rows("reduction", "fxround", "sum_of_processes", _OF_A_GROUP)
+    | _rows("movement", "_c10d_functional", "all_gather_into_tensor all_to_all_single wait_tensor")
+    | _rows("opaque", "_c10d_functional", "all_reduce reduce_scatter_tensor", _OF_A_GROUP)
     | _rows("movement", "prims", "scalar_tensor")
     | _rows("opaque", "transformers", "grouped_mm_fallback grouped_mm_fallback_backward", "a third party's operator")
     | _rows("opaque", "higher_order", "run_and_save_rng_state run_with_rng_state", "random state of a checkpoint")

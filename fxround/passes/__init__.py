@@ -37,6 +37,7 @@ from fxround.passes.round_fallbacks import compare_selections, round_results, ro
 from fxround.passes.round_inputs import round_entries, round_operands
 from fxround.passes.rounding_gradients import treat_gradients
 from fxround.passes.scaled_results import round_scaled_results
+from fxround.passes.shared_sums import require_shared, share_sums
 from fxround.passes.verify import verify, verify_accounted
 
 LOWERING: Final[tuple[Pass, ...]] = (
@@ -49,6 +50,7 @@ LOWERING: Final[tuple[Pass, ...]] = (
     treat_gradients,
     round_operands,
     lower_draws,
+    share_sums,
     lower_contractions,
     lower_reductions,
     lower_pointwise,
@@ -57,6 +59,7 @@ LOWERING: Final[tuple[Pass, ...]] = (
     round_selections,
     compare_selections,
     inject_faults,
+    require_shared,
 )
 
 

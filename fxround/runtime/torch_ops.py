@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph import dialect
-from fxround.graph.dialect import CALLS, LIBRARY, Call, Fused, Pointwise, ProgramCall
+from fxround.graph.dialect import CALLS, LIBRARY, AddProcesses, Call, Fused, Pointwise, ProgramCall
 from fxround.runtime.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
 from fxround.runtime.cpu import convolution, matmul, reduction_ops
 from fxround.runtime.cpu.contraction import Pending
@@ -31,6 +31,7 @@ from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.iterations import iterations
 from fxround.runtime.lengths import packed_lengths
 from fxround.runtime.operands import loads_of
+from fxround.runtime.processes import gathered
 
 R = TypeVar("R")
 
@@ -49,6 +50,13 @@ def fused(call: Fused[Tensor]) -> list[Tensor]:
     if kernel is None:
         return run_parts(call.program, call.xs, call.results, Draw.of(call.rng, 0), call.nodes)
     return run_kernel(kernel, call.xs, Draw.of(call.rng, 0).keys(call.nodes) if kernel.draws else NO_KEY)
+
+
+def add_processes(call: AddProcesses[Tensor]) -> Tensor:
+    """Gather the tensors of all processes, and add them in the order of the tree."""
+    parts = gathered(call.x, call.group, call.processes)
+    sums: Tensor = _PARTWISE(Pointwise(parts, call.program, call.x.dtype, call.rng, call.node))
+    return sums
 
 
 def _loads(call: ProgramCall[Tensor]) -> Any:
@@ -79,6 +87,7 @@ _KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     Pointwise: pointwise,
     Fused: fused,
     **{cls: _finished(begin) for cls, begin in _BEGUN.items()},
+    dialect.AddProcesses: add_processes,
     dialect.BlockExpand: block_expand,
     dialect.BlockMaximum: block_maximum,
     dialect.BlockPercentile: block_percentile,
@@ -113,6 +122,7 @@ def function_of(cls: type[Call[Any]]) -> Callable[[Any], Any]:
     return run
 
 
+_PARTWISE: Final = function_of(Pointwise)
 # The function of each operator, for callers that need no dispatcher.
 KERNELS: Final = {cls.overload: _by_position(cls, function_of(cls)) for cls in CALLS.values()}
 

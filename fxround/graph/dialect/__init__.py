@@ -40,6 +40,7 @@ from fxround.graph.dialect.loops import (
     read_loop,
 )
 from fxround.graph.dialect.maps import FUSED, MAPS, POINTWISE, Fused, Pointwise, ProgramCall, read_map
+from fxround.graph.dialect.processes import AddProcesses
 from fxround.graph.dialect.reductions import Cumprod, Cumsum, Prod, ReductionCall, ScanCall, Sum
 from fxround.graph.dialect.scatters import IndexPut, ScatterAdd, ScatterCall
 
@@ -55,6 +56,7 @@ __all__ = [
     "POINTWISE",
     "SCAN",
     "WHILE",
+    "AddProcesses",
     "BlockExpand",
     "BlockMaximum",
     "BlockPercentile",
