@@ -54,6 +54,7 @@ OF_RUN_TOOLS = {
 
 # Words of blocks that only a run with --long takes: they repeat, in seconds each, what tests of their subjects do.
 LONG = {
+    "distributed.md": ("torchrun",),
     "language-models.md": ("Generating(", "T5Config(", "num_beams=", "perplexity(", "Trainer("),
     "loops.md": ("pack_padded_sequence",),
     "reproducibility.md": ("fxround.selftest()",),

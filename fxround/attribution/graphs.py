@@ -17,7 +17,7 @@ from torch import fx
 
 from fxround.attribution.functions import DIFFERENTIABLE, exact_of, is_differentiated
 from fxround.errors import UnsupportedOperator
-from fxround.graph.dialect import CALLS, Call, Pointwise, loops_of, read
+from fxround.graph.dialect import CALLS, Call, Pointwise, loops_of
 from fxround.graph.site import PORT, PORTS, Site, float_values, is_complex, located, placed, site
 from fxround.kernels import from_text
 from fxround.kernels.program import Statement

@@ -452,7 +452,7 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
 
 
 def _drop_meshes(graph: fx.GraphModule) -> None:
-    """Remove the device meshes of DTensors, which enter a graph and leave it with gradients: collectives name groups."""
+    """Remove the meshes of DTensors, which enter a graph and leave it with gradients: collectives name groups."""
     output = graph.graph.output_node()
     kept = [i for i, desc in enumerate(output.meta["desc"]) if getattr(desc, "attr", None) != _MESH]
     results: Any = output.args[0]
@@ -513,7 +513,7 @@ def _port(desc: Any) -> Port:
 def _shared(port: Port) -> Port:
     if port.kind not in ("parameter", "buffer", "gradient") or port.mutation:
         raise CaptureError(
-            f"{'result' if port.kind == 'result' else port.kind} {port.name or port.index} of the model is a DTensor: "
+            f"{'result' if port.kind == 'tangent' else port.kind} {port.name or port.index} of the model is a DTensor: "
             "return tensors of this process, by use_local_output=True in the plan (the default), or tensor.to_local()."
         )
     return replace(port, shared=True)

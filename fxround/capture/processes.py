@@ -33,9 +33,7 @@ def _added(x: Tensor, group: str, processes: int) -> Tensor:
 
 
 _LIBRARY.impl("sum_of_processes", _added, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fxround::sum_of_processes", lambda x, group, processes: torch.empty_like(x), lib=_LIBRARY
-)
+torch.library.register_fake("fxround::sum_of_processes", lambda x, group, processes: torch.empty_like(x), lib=_LIBRARY)
 SUM_OF_PROCESSES: Final = torch.ops.fxround.sum_of_processes.default
 
 _ATEN: Final = torch.ops.aten

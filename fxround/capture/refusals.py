@@ -212,6 +212,11 @@ _ADVICE: Final = (
         "module.register_forward_hook(lambda module, args, result: result.register_hook(hook) and None), where hook "
         "takes the gradient of the result and returns another one",
     ),
+    (
+        "_StridedShard",
+        "let processes share features, or the first dimension, not the positions of several sequences: the sums over "
+        "them would have another order than in one process",
+    ),
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     (

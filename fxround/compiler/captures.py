@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -19,9 +20,11 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured, Dimension
 from fxround.capture.numbers import Number, is_held, number_of
+from fxround.capture.processes import mesh_of
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.capture.torch_private import capturing
+from fxround.compiler.agreement import agreed
 from fxround.compiler.capture_report import Capture, KeyedCall, mode_of, reason_for
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, owner_of
@@ -168,7 +171,8 @@ class Captures:
         for key, entries in other._by_key.items():
             if not keeps_joint and any(entry.step is not None for entry in entries):
                 continue
-            lowered = self._by_key[key] = [self._lowered(pipeline, entry.captured) for entry in entries]
+            makers = [partial(self._lowered, pipeline, entry.captured) for entry in entries]
+            lowered = self._by_key[key] = [self._together(pipeline, make) for make in makers]
             taken = {id(entry.captured) for entry in entries}
             self.recorded += [capture for capture in other.recorded if id(capture.captured) in taken]
             if other.latest in entries:
@@ -199,6 +203,14 @@ class Captures:
         return error
 
     def _made(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Entry:
+        return self._together(pipeline, lambda: self._made_here(pipeline, args, kwargs, key, constants))
+
+    def _together(self, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
+        """Return the entry that this process makes; processes that share the model must make the same."""
+        mesh = mesh_of(self.source)
+        return make() if mesh is None else agreed(mesh, pipeline, make)
+
+    def _made_here(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Entry:
         require_arguments(self.source, args, kwargs)
         require_dtypes(self.source, args, kwargs)
         try:

@@ -237,14 +237,14 @@ class Entry:
             inputs = self._read(leaves)
         except KeyError:  # a parameter or buffer that is held in another way now
             inputs = [leaves[port.index] if o is None else _tensor(*o) for port, o in self._owned]
-        if self._is_shared:
+        if self.is_shared:
             inputs = list(map(local, inputs))
         if self._changed:
             self._refuse_shared_memory(inputs)
         return inputs
 
     @cached_property
-    def _is_shared(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether other processes have parts of the model's parameters."""
         return any(port.shared for port in self.captured.entering)
 

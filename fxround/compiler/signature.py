@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fxround.capture.processes import mesh_of
 from fxround.capture.torch_private import is_of_dynamo
 from fxround.errors import CaptureError, shown, type_of
 from fxround.graph.values import instances_in
@@ -116,7 +117,7 @@ def require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
     if state and given - state and not asked(model, args, kwargs):
         raise CaptureError(
             f"{type(model).__name__} has state of {_listed(state)} and arguments of {_listed(given)}. Whether "
-            "it accepts them is found by calling a copy, and it cannot be copied. Convert the arguments or the model."
+            "it accepts them is found by calling a copy, which cannot be done here. Convert the arguments or the model."
         )
 
 
@@ -129,8 +130,11 @@ def asked(model: nn.Module, args: Any, kwargs: Any, traced: bool = False) -> boo
 
     A copy is called because a call may change buffers and arguments. It records gradients, which a model may ask for.
     traced: whether Dynamo has refused the model already. PyTorch traces the bodies of its loops with Dynamo even in a
-    plain call, so that what Dynamo raises then is no answer of the model; nor has a model that cannot be copied one.
+    plain call, so that what Dynamo raises then is no answer of the model; nor has a model that cannot be copied one, or
+    that several processes share: all of them would have to call it.
     """
+    if mesh_of(model) is not None:
+        return False
     try:
         copied = copy.deepcopy(model)
     except Exception:  # a model's own __deepcopy__ may raise anything: False says that there is no answer

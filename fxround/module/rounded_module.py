@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
 from fxround.capture.dynamo import aside
+from fxround.capture.processes import local
 from fxround.capture.refusals import LeftToPython
 from fxround.capture.torch_private import capturing
 from fxround.compiler.capture_report import Capture, table_of
@@ -243,7 +244,7 @@ class RoundedModule(Reaching):
     def _sources(self, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
         """Return state by name and arguments by position, as ports name them."""
         named = (self.source.named_parameters, self.source.named_buffers)
-        state = {(name, -1): t for group in named for name, t in group(remove_duplicate=False)}
+        state = {(name, -1): local(t) for group in named for name, t in group(remove_duplicate=False)}
         return state | {("", i): leaf for i, leaf in enumerate(leaves)}
 
     def prepare(self, *args: Any, **kwargs: Any) -> RoundedModule:

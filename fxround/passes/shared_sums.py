@@ -2,8 +2,8 @@
 
 An order of S shards is a balanced tree over S parts of a sum. A process that has one of t equal parts computes it under
 S / t shards, and the sums of the processes are added by the rest of the tree, in the order of their ranks: together the
-bits of one process. ``share_sums`` writes this into the graph, and ``require_shared`` refuses what would show how
-many processes there are.
+bits of one process. ``share_sums`` writes this into the graph. Both passes refuse what would show how many processes
+there are.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import fx
 
 from fxround.capture.processes import SUM_OF_PROCESSES
 from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding
-from fxround.graph.dialect import AddProcesses, BlockExpand, graphs_of, read
+from fxround.graph.dialect import AddProcesses, graphs_of, read
+from fxround.graph.dialect.blocks import BlockCall
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.site import META, PORT, Site, float_values, site
+from fxround.graph.site import META, PORT, Port, Site, float_values, site
 from fxround.kernels.accumulators import accumulator_of, chain_rounding
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
@@ -38,6 +39,7 @@ def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
     Raises PolicyError for an order that the processes cannot share, UnsupportedRounding for an accumulator that a
     process cannot pass on.
     """
+    _refuse_scales(graph, plan)
     for node, place in sites(graph):
         if node.target is not SUM_OF_PROCESSES:
             continue
@@ -82,18 +84,28 @@ def _of_each(place: Site, part: fx.Node, assignment: Assignment, processes: int)
     return replace(assignment, order=replace(order, shards=order.shards // processes), rounding=step, blocks=None)
 
 
+def _refuse_scales(graph: fx.GraphModule, plan: Plan) -> None:
+    """Raise UnsupportedRounding for scales: that of a tensor or a block would be that of a process's part."""
+    ports = _ports(graph)
+    if not any(port.shared for port in ports):
+        return
+    kept = any(port.kind == "multiplier" for port in ports)
+    computed = any(isinstance(read(node), BlockCall) for part in graphs_of(graph) for node in part.graph.nodes)
+    if kept or computed:
+        raise UnsupportedRounding(f"the policy {plan.policy.name!r} has formats with scales. {_OF_PARTS}")
+
+
+def _ports(graph: fx.GraphModule) -> list[Port]:
+    return [node.meta[PORT] for node in graph.graph.find_nodes(op="placeholder") if PORT in node.meta]
+
+
 def require_shared(graph: fx.GraphModule, plan: Plan) -> None:
     """Raise for operations of a model that processes share whose bits would depend on the number of processes.
 
-    Random bits are drawn by the number of an element, which is counted in the part of a process, and a scale of a
-    tensor or a block would be that of the part.
+    Random bits are drawn by the number of an element, which is counted in the part of a process.
     """
-    entering = [node.meta[PORT] for node in graph.graph.find_nodes(op="placeholder") if PORT in node.meta]
-    if not any(port.shared for port in entering):
+    if not any(port.shared for port in _ports(graph)):
         return
-    scale = next((port.name for port in entering if port.kind == "multiplier"), "")
-    if scale:
-        raise UnsupportedRounding(f"the policy {plan.policy.name!r} has the scale {scale} of a tensor. {_OF_PARTS}")
     for part in graphs_of(graph):
         for node, place in sites(part):
             call = read(node)
@@ -103,8 +115,6 @@ def require_shared(graph: fx.GraphModule, plan: Plan) -> None:
                 raise UnsupportedRounding(
                     f"{place}: the policy {plan.policy.name!r} draws random bits here. {_OF_PARTS}"
                 )
-            if isinstance(call, BlockExpand):
-                raise UnsupportedRounding(f"{place}: the policy {plan.policy.name!r} has scales of blocks. {_OF_PARTS}")
 
 
 _OF_PARTS: Final = (

@@ -17,7 +17,6 @@ from torch.ao import quantization
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,10 +61,6 @@ REFUSED: Final[dict[str, tuple[Callable[[DeviceMesh], Any], str]]] = {
         "the model is a FullyShardedDataParallel",
     ),
     "DDP": (lambda _: fxround.compile(DistributedDataParallel(net()), "bfloat16")(x), "is a DistributedDataParallel"),
-    "tensor parallel": (
-        lambda mesh: fxround.compile(parallelize_module(net(), mesh, {"0": ColwiseParallel()}), "bfloat16")(x),
-        "0.weight is a DTensor",
-    ),
 }
 
 

@@ -40,6 +40,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     return {
         "pointwise": ([turned, normal(5)], f"t0 = add(x0, x1) @ {SR}", torch.float32, rng(), 1),
         "fused": ([turned, normal(5)], f"t0 = add(x0, x1) @ {SR}; return t0", "f32", rng(), [1]),
+        "add_processes": (turned, "a group of one", 1, SR, "bfloat16/stochastic/inf", rng(), 6),
         "matmul": (turned, turned.t(), SR, RNE, rng(), 2),
         "convolution": (image, kernel, *windows, SR, RNE, rng(), 3),
         "convolution_input_gradient": (gradient, kernel, [2, 4, 7, 6], *windows, SR, RNE, rng(), 3),

@@ -58,7 +58,8 @@ def tree_of(count: int, accumulate: str, rounding: str) -> str:
     """
     if count < 1 or count & (count - 1):
         raise ValueError(f"{count} processes have no balanced tree; expected a power of two")
-    values, statements = [f"x{i}" for i in range(count)], []
+    values = [f"x{i}" for i in range(count)]
+    statements: list[str] = []
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=True)
         values = []

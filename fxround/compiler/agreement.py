@@ -1,0 +1,82 @@
+"""Processes that share a model must have the same graph before any of them runs it.
+
+If one of them had another policy or another version, or could not capture the model, the others would wait for it in a
+collective, or would compute with what it sends. They therefore exchange what they made of a model when they have
+captured it, and all of them raise an error if it differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from fxround.compiler.executable import Entry
+from fxround.compiler.pipeline import Pipeline
+from fxround.errors import FxroundError
+from fxround.graph.dialect import graphs_of
+from fxround.graph.site import operator_name
+from fxround.version import VERSION
+
+
+def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
+    """Return the entry that ``make`` returns, after every process of a device mesh has made the same.
+
+    Raises what ``make`` raises here, and FxroundError in the other processes then, and in all of them if their entries
+    differ.
+    """
+    group = mesh.get_group()
+    entry, error = None, None
+    try:
+        entry = make()
+    except Exception as raised:  # the other processes must know of it, whatever it is
+        error = raised
+    said: list[Any] = [None] * mesh.size()
+    own = (f"{type(error).__name__}: {error}", {}) if entry is None else ("", _described(entry, pipeline))
+    dist.all_gather_object(said, own, group=group)
+    if error is not None:
+        raise error
+    failed = next((rank for rank, (failure, _) in enumerate(said) if failure), None)
+    if failed is not None:
+        raise FxroundError(
+            f"process {failed} of the {mesh.size()} that share the model has an error, so that no process runs it: "
+            f"{said[failed][0]}"
+        )
+    for rank, (_, other) in enumerate(said):
+        first = said[0][1]
+        changed = next((what for what in first if first[what] != other[what]), "")
+        if changed:
+            raise FxroundError(
+                f"processes share the model, and process {rank} has another {changed} than process 0: "
+                f"{other[changed]}, not {first[changed]}. All of them need the same code, policy and versions."
+            )
+    assert entry is not None
+    return entry
+
+
+def _described(entry: Entry, pipeline: Pipeline) -> dict[str, str]:
+    """Return what must be the same in all processes, by its name in a message."""
+    policy = f"{pipeline.policy.name!r} {_digest(repr(pipeline.policy.to_dict()))}"
+    settings = f"strict={pipeline.strict} fuse={pipeline.fuse} unroll_loops={pipeline.unroll}"
+    parts = [_text(part) for part in graphs_of(entry.lowered)]
+    return {
+        "version of fxround": VERSION,
+        "version of PyTorch": str(torch.__version__),
+        "policy": policy,
+        "setting": settings,
+        "graph": _digest("\n".join(parts)),
+    }
+
+
+def _text(graph: fx.GraphModule) -> str:
+    """Return the operators of a graph with their arithmetic; places in a tensor differ between processes."""
+    nodes = graph.graph.nodes
+    return "\n".join(" ".join([operator_name(n), *(a for a in n.args if isinstance(a, str))]) for n in nodes)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

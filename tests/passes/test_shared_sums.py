@@ -1,0 +1,270 @@
+"""Processes that share a model by parallelize_module have the bits of one process, or all of them raise an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxround
+from fxround import Policy, Rule
+from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
+from fxround.graph.dialect import Sum
+from fxround.graph.dialect.processes import tree_of
+
+dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this PyTorch has no gloo backend", allow_module_level=True)
+
+from parallel_models import batch_of, model_of, results  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+POLICIES: dict[str, Any] = {
+    "reproducible_sharded": "reproducible_sharded",
+    "narrow results": Policy(
+        "narrow", (Rule(rounding="bfloat16", accumulate="binary32", order="shards:8/sequential"),)
+    ),
+    "narrow sums": Policy("narrow", (Rule(rounding="dtype", accumulate="binary16", order="shards:8/lanes:2"),)),
+}
+CASES = {"MLP": tuple(POLICIES), "transformer": ("reproducible_sharded",)}
+
+
+# ---- processes ----
+
+
+def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
+    """The work of each process: every case, and two that must fail everywhere, between them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,))
+    found: dict[str, Any] = {}
+    x = batch_of("MLP")
+    for case, policies in {"other policies": POLICIES, "another model": {"reproducible_sharded": ""}}.items():
+        other = case == "another model" and rank == 1
+        policy = list(policies)[-1 if rank == 1 else 0]
+        model = model_of("MLP", mesh)
+        compiled = fxround.compile(_Unfinished(model) if other else model, POLICIES[policy])
+        try:
+            compiled(x)
+        except FxroundError as error:
+            found[case] = str(error)
+    for name in CASES:
+        found |= of_policies(name, mesh)
+    torch.save(found, f"{out}.{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def of_policies(name: str, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+    """The results of a model under each of its policies, which share its captures."""
+    first, *others = CASES[name]
+    compiled = fxround.compile(model_of(name, mesh), POLICIES[first])
+    found = {f"{name} {first}": results(name, compiled)}
+    return found | {f"{name} {other}": results(name, compiled.with_policy(POLICIES[other])) for other in others}
+
+
+class _Unfinished(nn.Module):
+    """A model that cannot be captured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x) if x.sum() > 0 else None
+
+
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
+)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    size, place = request.param, tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "ignore", __file__, str(place / "store"), str(place / "out")]
+    paths = [str(Path(fxround.__file__).parent.parent), str(Path(__file__).parents[1] / "support")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    started = [subprocess.Popen([*command, str(rank), str(size)], env=environment) for rank in range(size)]
+    try:
+        assert [process.wait(600) for process in started] == [0] * size
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(f"{place / 'out'}.{rank}") for rank in range(size)]
+
+
+def test_processes_have_the_bits_of_one(ranks: list[dict[str, Any]]) -> None:
+    """Results and gradients, in training and eval mode, of the model that nothing is parallel in."""
+    want = of_policies("MLP") | of_policies("transformer")
+    for case, tensors in want.items():
+        assert any(tensor.any() for key, tensor in tensors.items() if "bias" in key)
+        for found in ranks:
+            assert found[case].keys() == tensors.keys()
+            pairs = {key: (found[case][key].view(torch.int32), tensors[key].view(torch.int32)) for key in tensors}
+            assert [key for key, pair in pairs.items() if not torch.equal(*pair)] == [], case
+
+
+def test_all_processes_end_with_an_error_if_one_of_them_differs(ranks: list[dict[str, Any]]) -> None:
+    """What they compute afterwards shows that none of them waits for another one."""
+    assert len({found["other policies"] for found in ranks}) == 1
+    assert "process 1 has another policy than process 0: 'narrow'" in ranks[0]["other policies"]
+    assert "cannot be captured as one graph" in ranks[1]["another model"]
+    said = f"process 1 of the {len(ranks)} that share the model has an error, so that no process runs it: CaptureError"
+    assert all(said in found["another model"] for rank, found in enumerate(ranks) if rank != 1)
+
+
+# ---- graphs, without other processes ----
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DeviceMesh]]:
+    """A function of a number of processes, of which this is one and the others do not exist."""
+
+    def agree(said: list[Any], own: Any, group: Any = None) -> None:
+        said[:] = [own] * len(said)
+
+    def mesh(size: int, rank: int = 0) -> DeviceMesh:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return init_device_mesh("cpu", (size,))
+
+    monkeypatch.setattr(dist, "all_gather_object", agree)
+    yield mesh
+    dist.destroy_process_group()
+
+
+def prepared(model: nn.Module, x: Any, policy: Any = "reproducible_sharded") -> Any:
+    return fxround.compile(model, policy, example_inputs=(x,))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_process_has_its_part_of_the_tree(size: int, group: Callable[..., DeviceMesh]) -> None:
+    compiled = prepared(model_of("MLP", group(size)), batch_of("MLP"))
+    products = [node for node in compiled.graph.graph.nodes if "matmul" in str(node.target)]
+    own, rest = [node.args[2] for node in products[:2]], [node.args[2] for node in products[2:]]
+    left = f" shards={8 // size}" if size < 8 else ""
+    assert own == ["binary32/nearest_even/inf shards=8", f"binary32/nearest_even/inf{left}"]
+    # The gradient of the weight of "down", of the activation, of the weight of "up": sums over what each process has.
+    assert rest == ["binary32/nearest_even/inf shards=8"] * len(rest)
+    operation = next(o for o in compiled.summary().operations if "sum_of_processes" in o.operator)
+    assert (operation.module, operation.status, operation.rounding) == ("down", "rounded", "binary32/nearest_even/inf")
+    assert compiled.coverage().unrounded == ()
+
+
+def test_the_tree_adds_neighbours() -> None:
+    r, s = "binary32/nearest_even/inf", "bfloat16/nearest_even/inf"
+    assert tree_of(4, r, r) == f"t0 = add(x0, x1) @ {r}; t1 = add(x2, x3) @ {r}; t2 = add(t0, t1) @ {r}"
+    assert tree_of(2, r, s) == f"t0 = add(x0, x1) @ {r}; t1 = identity(t0) @ {s}"
+    assert tree_of(1, r, r) == f"t0 = identity(x0) @ {r}"
+    with pytest.raises(ValueError, match="3 processes have no balanced tree"):
+        tree_of(3, r, r)
+
+
+STOCK = Policy("stock", (Rule(rounding="dtype", accumulate="native"),))
+NO_SHARDS = Policy("lanes", (Rule(rounding="dtype", accumulate="binary32"),))
+TWO_SHARDS = Policy("two", (Rule(rounding="dtype", accumulate="binary32", order="shards:2/lanes:4"),))
+WIDER = Policy("wider", (Rule(rounding="dtype", accumulate="bfloat16", order="shards:8/lanes:16"),))
+REFUSED: dict[str, tuple[int, Any, type[Exception], str]] = {
+    "no shards": (2, NO_SHARDS, PolicyError, r"in down at .* 2 processes share this sum, .* lanes:16 has no shards"),
+    "stock": (2, STOCK, PolicyError, "the policy leaves it to the stock kernel"),
+    "three": (3, "reproducible_sharded", PolicyError, "8 shards, which 3 cannot share evenly"),
+    "four in two": (4, TWO_SHARDS, PolicyError, "2 shards, which 4 cannot share evenly"),
+    "range": (2, WIDER, UnsupportedRounding, "pass on accumulators of bfloat16/nearest_even/inf"),
+    "random": (2, TWO_SHARDS.with_rules(Rule("up", rounding="dtype/stochastic")), UnsupportedRounding, "draws random"),
+    "scales": (
+        2,
+        Policy("mx", (*TWO_SHARDS.rules, Rule(operands="mxfp8"))),
+        UnsupportedRounding,
+        "formats with scales",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_depends_on_the_number_of_processes_is_refused(case: str, group: Callable[..., DeviceMesh]) -> None:
+    size, policy, error, said = REFUSED[case]
+    model = model_of("MLP", group(size)).eval().requires_grad_(False)
+    with pytest.raises(error, match=said):
+        prepared(model, batch_of("MLP"), policy)
+
+
+def test_what_has_no_shared_sum_needs_no_shards(group: Callable[..., DeviceMesh]) -> None:
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 8)), group(2), {"0": ColwiseParallel()})
+    compiled = prepared(model, torch.ones(3, 4), NO_SHARDS)
+    assert compiled(torch.ones(3, 4)).shape == (3, 4)
+
+
+def test_the_policy_may_leave_a_sum_alone(group: Callable[..., DeviceMesh]) -> None:
+    model = model_of("MLP", group(2)).requires_grad_(False)
+    unrounded = prepared(model, batch_of("MLP"), Policy("up", (Rule("up", rounding="bfloat16"),))).coverage().unrounded
+    (row,) = (row for row in unrounded if "sum_of_processes" in row)
+    assert "in down at" in row and "an order of its own, which depends on the number of processes" in row
+
+
+def test_a_layer_that_processes_cannot_share_evenly_is_refused(group: Callable[..., DeviceMesh]) -> None:
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 7)), group(2), {"0": ColwiseParallel()})
+    with pytest.raises(CaptureError, match=r"dimension 0 of 0\.weight has 7 elements, which 2 processes cannot share"):
+        prepared(model, torch.ones(3, 4))
+
+
+def test_dtensors_at_the_borders_of_the_model_are_refused(group: Callable[..., DeviceMesh]) -> None:
+    mesh = group(2)
+    shared = parallelize_module(nn.Linear(4, 8), mesh, ColwiseParallel(use_local_output=False))
+    with pytest.raises(CaptureError, match=r"result 0 of the model is a DTensor: .*use_local_output=True"):
+        prepared(shared, torch.ones(3, 4))
+    with pytest.raises(CaptureError, match=r"argument 0 is a DTensor\. .*tensor\.to_local\(\)"):
+        prepared(shared, distribute_tensor(torch.ones(3, 4), mesh, [Replicate()]))
+    square, layer = init_device_mesh("cpu", (2, 1)), nn.Linear(4, 8)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), square, [Shard(0), Replicate()]))
+    with pytest.raises(CaptureError, match="weight is a DTensor on a mesh of 2 dimensions"):
+        prepared(layer, torch.ones(3, 4))
+
+
+def test_sums_whose_elements_do_not_follow_each_other_are_refused(group: Callable[..., DeviceMesh]) -> None:
+    """Each process has some positions of all sequences, and the gradient of a weight is a sum over all of them."""
+    mesh, x = group(2), torch.ones(2, 6, 8)
+    row = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel(output_layouts=Shard(1)))
+    assert prepared(row, x[..., :4])(x[..., :4]).shape == (2, 3, 4)
+    layer = parallelize_module(nn.Linear(8, 4), mesh, SequenceParallel(use_local_output=True))
+    with pytest.raises(CaptureError, match="not the positions of several sequences"):
+        prepared(layer, x)
+    norm = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel(use_local_output=True))
+    with pytest.raises(CaptureError, match="a sum over processes that DTensor has not finished"):
+        prepared(norm, x)
+    # One sequence has its positions side by side.
+    plan = SequenceParallel(use_local_output=False)
+    summed = _Summed(parallelize_module(nn.LayerNorm(8), mesh, plan)).requires_grad_(False)
+    orders = [node.args[3] for node in prepared(summed, x[:1]).graph.graph.nodes if node.target == Sum.overload]
+    assert orders == ["shards:8/lanes:16"] * 2 + ["shards:4/lanes:16"]  # a mean, a variance, the sum
+    with pytest.raises(CaptureError, match="do not follow each other in the sum of one process"):
+        prepared(summed, x)
+
+
+class _Summed(nn.Module):
+    """The sum over batch and positions of what a layer returns."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum((0, 1)).to_local()
+
+
+def test_dropout_is_refused_in_training(group: Callable[..., DeviceMesh]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
+    parallelize_module(model, group(2), {"0": ColwiseParallel()})
+    with pytest.raises((UnsupportedOperator, UnsupportedRounding), match="random"):
+        prepared(model, torch.ones(3, 4))
+    assert prepared(model.eval(), torch.ones(3, 4))(torch.ones(3, 4)).shape == (3, 4)
+
+
+if __name__ == "__main__":
+    as_a_rank(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

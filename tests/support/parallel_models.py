@@ -1,0 +1,106 @@
+"""Models that processes share by parallelize_module, and what one call and its backward pass give."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+
+class MLP(nn.Module):
+    plan: ClassVar = {"up": ColwiseParallel, "down": RowwiseParallel}
+
+    def __init__(self, processes: int = 1) -> None:
+        del processes
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    """Each process has some of the heads."""
+
+    def __init__(self, width: int, heads: int, processes: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads // processes, width // heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        shape = (batch, length, self.heads, self.width)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Transformer(nn.Module):
+    """A block of attention and an MLP, between an embedding and a head that every process has as a whole."""
+
+    plan: ClassVar = {
+        **{f"attention.{name}": ColwiseParallel for name in "qkv"},
+        "attention.o": RowwiseParallel,
+        "mlp.up": ColwiseParallel,
+        "mlp.down": RowwiseParallel,
+    }
+
+    def __init__(self, processes: int = 1) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 24), nn.Linear(10, 20)
+        self.first, self.second = nn.LayerNorm(24), nn.LayerNorm(24)
+        self.attention, self.mlp = Attention(24, 8, processes), MLP()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(self.first(x))
+        return self.head(self.mlp(self.second(x)))
+
+
+MODELS: dict[str, Any] = {"MLP": MLP, "transformer": Transformer}
+
+
+def model_of(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
+    """The model of a name, with the same weights for any number of processes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        kind = MODELS[name]
+        model: nn.Module = kind(1 if mesh is None else mesh.size())
+    plan = {path: style() for path, style in kind.plan.items()}
+    return model if mesh is None else parallelize_module(model, mesh, plan)
+
+
+def batch_of(name: str) -> Tensor:
+    g = torch.Generator().manual_seed(4)
+    return torch.randn(5, 24, generator=g) if name == "MLP" else torch.randint(20, (2, 6), generator=g)
+
+
+def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
+    """The result and the gradients of a training step, and a result without gradients; of MLP in eval mode too."""
+    found = {}
+    for mode in ("train", "eval") if name == "MLP" else ("train",):
+        compiled.train(mode == "train")
+        compiled.zero_grad()
+        x = batch_of(name)
+        x = x.requires_grad_() if x.is_floating_point() else x
+        y = compiled(x)
+        y.square().sum().backward()
+        found[f"{mode} result"] = whole(y.detach())
+        named = [*compiled.named_parameters(), *([("x", x)] if x.is_floating_point() else [])]
+        found |= {f"{mode} {path}": whole(p.grad) for path, p in named}
+    with torch.no_grad():
+        found["no gradients"] = whole(compiled(batch_of(name)[:1]))
+    return found
+
+
+def whole(tensor: Any) -> Tensor:
+    """The whole of a DTensor; what a collective gives when it has ended."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
