@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
+from fxround.capture.processes import SUM_OF_PROCESSES
 from fxround.graph.dialect import is_loop, loops_of
 from fxround.graph.site import (
     DIRECTION,
@@ -139,7 +140,9 @@ def _only_moves(node: fx.Node) -> bool:
     if node.op != "call_function" or str(node.target) in CONSTANTS:
         return False
     rule = rule_of(node)
-    return node.target in (MARKED, MARKED_GRADIENT) or (rule is not None and rule.kind == "movement")
+    # The part of a sum that one process has draws what the whole draws in one process.
+    marks = (MARKED, MARKED_GRADIENT, SUM_OF_PROCESSES)
+    return node.target in marks or (rule is not None and rule.kind == "movement")
 
 
 def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
@@ -151,7 +154,7 @@ def _gradients(graph: fx.GraphModule) -> set[fx.Node]:
     for node in reversed(graph.graph.nodes):
         if node not in gradients and node.users and all(user in gradients and _carries(user) for user in node.users):
             gradients.add(node)
-        elif node in gradients and _is_moved(node):
+        elif node in gradients and (_is_moved(node) or node.target is SUM_OF_PROCESSES):
             gradients.update(node.all_input_nodes)
     return {node for node in gradients if isinstance(node, fx.Node) and direction_of(node) == "backward"}
 
@@ -165,8 +168,8 @@ def direction_of(node: fx.Node) -> Direction:
 
 
 def _carries(node: fx.Node) -> bool:
-    """Whether the node only moves its operand, or adds up the gradient of several uses."""
-    return bool(node.meta.get("is_gradient_acc")) or _is_moved(node)
+    """Whether the node only moves its operand, adds up the gradient of several uses, or finishes a sum."""
+    return bool(node.meta.get("is_gradient_acc")) or _is_moved(node) or node.target is SUM_OF_PROCESSES
 
 
 def _is_moved(node: fx.Node) -> bool:
@@ -316,6 +319,8 @@ def _role(node: fx.Node, kind: str, roles: Mapping[fx.Node, str]) -> str:
     if str(node.target) in CONSTANTS:
         return "constant"
     sources = {roles[n] for n in node.all_input_nodes if _yields_tensor(n) or n.op == "call_function"}
+    if node.target is SUM_OF_PROCESSES:
+        return sources.pop()
     if kind == "loop":
         return "error" if sources & _DIFFERENTIAL else "activation"
     if kind == "movement" and len(sources) == 1:
