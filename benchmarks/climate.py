@@ -93,10 +93,10 @@ POINTS: Final = 16
 _SPACING: Final = 2 * torch.pi / POINTS
 _PLACES: Final = torch.arange(POINTS, dtype=torch.float64) * _SPACING
 _SOUTH: Final = _PLACES[:, None].expand(POINTS, POINTS)
-WIND: Final = 0.5 * torch.sin(2 * _SOUTH)
+WIND: Final = 0.05 * torch.sin(2 * _SOUTH)
 ROTATION: Final = 1 + torch.cos(_SOUTH)
 RIDGE: Final = (0.3 * torch.exp(-2 * (_PLACES - torch.pi) ** 2)).expand(POINTS, POINTS).contiguous()
-GRAVITY, DRAG, VISCOSITY = 10.0, 0.1, 0.02
+GRAVITY, DRAG, VISCOSITY = 10.0, 0.01, 0.005
 
 
 def shallow_water(s: Tensor) -> Tensor:
@@ -165,12 +165,12 @@ MODELS: Final[Mapping[str, Model]] = {
     ),
     "shallow_water": Model(
         "shallow water",
-        runge_kutta(shallow_water, 0.1),
-        0.1,
+        runge_kutta(shallow_water, 0.05),
+        0.05,
         CALM,
         0.05,
-        1000,
-        40,
+        8000,
+        440,
         150,
         (*range(4, 9), 10, 12, 14, 16, 23),
     ),
