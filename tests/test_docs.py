@@ -121,6 +121,7 @@ def test_commands_run(document: str, command: str, tmp_path: Path, monkeypatch: 
     assert cli.main(shlex.split(command)[1:]) == 0
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", sorted({*PICTURES} - {*UNREPEATABLE}))
 def test_pictures_are_what_the_command_draws(name: str) -> None:
     assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name](), "python -m benchmarks.pictures"

@@ -105,6 +105,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 20), nn.Tanh(), nn.LayerNorm(20), nn.Linear(20, 6), nn.Softmax(-1)).eval()
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_run_has_the_bits_of_the_policy(policy: str) -> None:
     model, x = mlp(), torch.randn(5, 24)
@@ -149,6 +150,7 @@ def paths(values: list[float], rounding: Rounding) -> dict[tuple[float, ...], tu
     return known
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("fmt", ["ieee(5,3)", "bfloat16", "binary16"])
 def test_the_variance_of_a_path_is_exact_and_its_mean_is_the_variance_of_the_result(fmt: str) -> None:
     a, b, c = 1.0, 0.3720703125, -0.21240234375
@@ -234,6 +236,7 @@ class Blurring(nn.Module):
         return self.second(torch.sigmoid(self.first(x))).exp().mean((2, 3))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("fmt, most", [("bfloat16", 0.02), ("e4m3fn", 0.2)])
 @pytest.mark.parametrize(
     "model, shape, sites",
@@ -286,6 +289,7 @@ def test_exact_sums_and_products_lose_nothing() -> None:
 # ---- runs in binary64 ----
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", ["digits_cnn", "unet", "recurrent", "encoder"])
 def test_the_error_of_a_deterministic_policy_is_that_against_binary64(name: str) -> None:
     example = build(name)

@@ -89,6 +89,7 @@ class Reading(nn.Module):
         return x * self.read(self.cls() if self.held is None else self.held)
 
 
+@pytest.mark.part(4)
 @COUNTING
 @pytest.mark.parametrize("case", REPLACED)
 def test_a_method_of_an_object_that_the_call_makes_is_replaced(case: str, counting: bool) -> None:
@@ -131,6 +132,7 @@ GAINED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str, Any]] = {
 }
 
 
+@pytest.mark.part(2)
 @COUNTING
 @pytest.mark.parametrize("case", GAINED)
 def test_a_class_gains_a_method_that_python_calls(case: str, counting: bool) -> None:

@@ -100,6 +100,7 @@ def _assert_constants(model: nn.Module, compiled: fxround.RoundedModule, x: Tens
     assert len(own) == len(expected) and all(map(torch.equal, _bits(own), _bits(expected)))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", FREE)
 def test_a_number_becomes_an_input_at_its_second_value(name: str) -> None:
     model = Holding(FREE[name], VALUES[0])
@@ -110,6 +111,7 @@ def test_a_number_becomes_an_input_at_its_second_value(name: str) -> None:
     assert len(compiled.captures()) == 2 and list(compiled.captured.numbers.values()) == [torch.float32]
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", FIXED)
 def test_a_number_that_decides_or_is_converted_stays_a_constant(name: str) -> None:
     model = Holding(FIXED[name], 0.5)
@@ -258,6 +260,7 @@ class Helper:
         return x * self.module.gain
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "way", ["twin", "list of modules", "list", "bound method", "object", "closure", "dict", "hook", "forward"]
 )

@@ -118,6 +118,7 @@ def _result_or_refusal(compiled: Any, x: Tensor) -> Any:
         return error
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "number",
     [

@@ -63,6 +63,7 @@ CONTAINED: dict[str, Use] = {
 }
 
 
+@pytest.mark.part(2)
 @COUNTING
 @pytest.mark.parametrize("use", CONTAINED.values(), ids=CONTAINED)
 def test_a_number_is_among_sizes_that_are_symbols(use: Use, counting: bool) -> None:

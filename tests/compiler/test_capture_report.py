@@ -145,6 +145,7 @@ class Scaling(nn.Module):
         return self.inner(x * self.scale * (factor or 1.0) + self.w.sum().to(x.dtype))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("what", list(changed(Scaling())))
 def test_the_table_says_what_an_earlier_graph_did_not_admit(what: str) -> None:
     model = Scaling().eval()

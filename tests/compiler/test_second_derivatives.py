@@ -102,7 +102,7 @@ def through(name: str, model: nn.Module) -> Any:
     return compiled.eval() if name == "eval" else compiled
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("problem", [penalty, adapted, residual, fourth, transforms])
 @pytest.mark.parametrize("way", ["reproducible", "eval"])
 def test_second_derivatives_are_those_of_the_model(problem: Callable[..., Any], way: str) -> None:
@@ -314,6 +314,7 @@ def written(x: Tensor, h: Tensor) -> Tensor:
     return states.square().prod(1)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "function", [detached, without_gradients, straight_through, lambda x, h: Cube.apply(h) * x, written]
 )

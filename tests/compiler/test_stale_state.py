@@ -23,7 +23,7 @@ X = torch.linspace(-1, 2, 12).reshape(3, 4)
 CASES = state_changes.drawn(25, seed=0) | state_changes.OTHERS | state_verdicts.STATE | state_verdicts.drawn(10, seed=0)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(13)
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_is_used_exactly_where_key_and_guards_allow_it_and_it_is_right(name: str) -> None:
     """See the first lines of ``state_verdicts``, whose command tries all changes and more drawn ones."""
@@ -181,7 +181,7 @@ def test_a_number_that_decides_meets_the_limit_of_graphs_if_it_changes_at_each_c
         compiled(X)
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", sorted(LAYERS)[::9])
 def test_equal_calls_are_captured_once(name: str) -> None:
     layer, args = LAYERS[name]
@@ -266,6 +266,7 @@ class _OfDicts(nn.Module):
         return x * (2 if self.ask(self.find(self)) else 3)
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("counting", [False, True], ids=["captured", "replayed"])
 @pytest.mark.parametrize(
     "ask, change",

@@ -117,6 +117,7 @@ def test_functions_for_the_array_api_have_the_bits_of_numpy() -> None:
     assert got.numpy().tobytes() == np.ascontiguousarray(layer(x, w)).tobytes()
 
 
+@pytest.mark.part(2)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize("policy", ["sbits(51)", "ieee(10,12)/stochastic", "up_down"])
 def test_loops_of_such_functions(policy: str) -> None:

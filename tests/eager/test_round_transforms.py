@@ -56,6 +56,7 @@ def test_transforms_have_the_bits_of_plain_calls(text: str, how: str) -> None:
             torch.func.jvp(rounded, (x,), (weight(x),))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", TEXTS)
 def test_torch_compile_holds_the_operator(text: str) -> None:
     x = torch.randn(3, 40)

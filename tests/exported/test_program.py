@@ -133,6 +133,7 @@ def linear(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return compiled, fxround.load(compiled.export(path, torch.rand(2, 3), gradients=request.param))
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "args, kwargs, said",
     [

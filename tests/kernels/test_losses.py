@@ -70,6 +70,7 @@ def close(measured: float, exact: Fraction, scale: Fraction, part: float) -> boo
     return abs(Fraction(measured) - exact) <= Fraction(part) * scale
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_mean_and_variance_are_those_over_all_random_words(fmt: str, mode: str) -> None:
@@ -104,6 +105,7 @@ def contracted(kernel: Contract, a: Tensor, b: Tensor) -> Tensor:
     return run_product(kernel, a[None], b[None], 1, Draw(3, 1, 5))[0]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("text", ACCUMULATIONS)
 def test_a_chain_carries_the_variance_of_every_step_on_its_own_path(text: str) -> None:
     how, length = Accumulation.parse(text), 11

@@ -45,6 +45,7 @@ def run(statement: str, xs: list[Tensor], by: list[Tensor], drawn: bool) -> tupl
     return made, run_kernel(made.kernel, [*xs, *by], Draw(5, 6, 7).key())
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize(
     "rounding", ["binary32/stochastic/inf", "bfloat16/stochastic", "e4m3fn/stochastic", "bfloat16"]
 )

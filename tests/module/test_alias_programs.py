@@ -17,7 +17,7 @@ from fxround.errors import CaptureError
 PROGRAMS = [alias_programs.drawn(seed) for seed in range(16)]
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("policy", alias_programs.POLICIES)
 @pytest.mark.parametrize("seed", range(len(PROGRAMS)))
 def test_drawn_functions_share_memory_as_in_eager_pytorch(seed: int, policy: str) -> None:

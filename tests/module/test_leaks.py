@@ -178,6 +178,7 @@ def test_wrong_arguments() -> None:
         compiled.leaks(tangents={0: x})
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4/stochastic", "uint8:channel", "fp8_delayed", "fixed(12,8)"])
 def test_scaled_operands_of_a_call_are_counted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the programs made is on the grid; declared in another format, it is not, and the row says so."""

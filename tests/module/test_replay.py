@@ -306,6 +306,7 @@ class Stepping(nn.Module):
         return result
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("policy", ["bfloat16", "stochastic"])
 @pytest.mark.parametrize(
     "use, graphs",

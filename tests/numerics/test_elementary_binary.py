@@ -26,6 +26,7 @@ def test_every_function_of_two_arguments_has_a_reference() -> None:
     assert {name for name, row in ELEMENTARY.items() if row.arity == 2} == set(PAIRS) == set(STORED)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_random_pairs_and_hard_cases_are_correctly_rounded(name: str) -> None:
     check = Check(name)

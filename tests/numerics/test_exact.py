@@ -42,7 +42,7 @@ def test_every_format_of_eight_bits_or_fewer_is_among_the_small_ones() -> None:
     assert {"e5m2", "e4m3fn", "e4m3", "e3m2fn", "e2m3fn", "e2m1fn", "e8m0fnu", "ue5m3"} <= {f.name for f in SMALL}
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("fmt", SMALL, ids=str)
 def test_specification_is_what_a_search_finds(fmt: Format) -> None:
     oracle = neighbours(fmt)

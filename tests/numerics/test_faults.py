@@ -109,7 +109,7 @@ def test_every_field_has_bits_in_some_encoding() -> None:
     assert {name for e in encodings for name, (_, count) in e.fields.items() if count} == set(FIELDS)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("encoding", [*map(Encoding, (*WITH_ZERO, *INTEGERS)), *OTHERS], ids=said)
 def test_the_kernel_flips_what_the_specification_flips(encoding: Encoding) -> None:
     """Every bit of every field, of every value of a small format, with words at the ends of each bit's range."""

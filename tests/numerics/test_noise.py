@@ -49,6 +49,7 @@ def simulated(value: Fraction, precision: int, random: int, carrier: str, sparin
     return float(round(value / quantum) * quantum)
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("precision", [1, 2, 11, 20, 23, 24])
 @pytest.mark.parametrize("carrier", ["f32", "f64"])
 @pytest.mark.parametrize("name", EXACT)

@@ -87,7 +87,7 @@ def test_nearest_is_the_standard_s(n: int, es: int) -> None:
         assert Fraction(float(result)) == want == Fraction(round_exact(v, False, rounding)), v
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("n, es", POSITS)
 @pytest.mark.parametrize("carrier", ["f32", "f64"])
 def test_the_algorithm_is_the_specification(n: int, es: int, carrier: str) -> None:

@@ -55,7 +55,7 @@ def assert_same(x: Array, got: Array, want: Array, random: Array, rounding: Roun
         pytest.fail(f"{rounding}: {wrong.size} of {x.size} differ; {first}, expected {float(want[i]).hex()}")
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("fmt", [f for f in LISTED if held(f, "f32")], ids=str)
 @pytest.mark.parametrize("source", SIXTEEN_BITS)
 def test_all_sixteen_bit_patterns_are_what_a_search_finds(source: str, fmt: Format) -> None:

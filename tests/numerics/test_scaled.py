@@ -100,7 +100,7 @@ def is_held(text: str, dtype: torch.dtype) -> bool:
     return dtype == torch.float64 or form.element.precision <= 24
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(11)
 @pytest.mark.parametrize("text", FORMS)
 def test_every_element_is_the_specification_s(text: str) -> None:
     for dtype in DTYPES:
@@ -344,7 +344,7 @@ def test_fixed_point_is_two_s_complement(bits: int, fraction: int) -> None:
     assert fixed_point(bits, fraction).maximum == values[-1]
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("text", WRAPPED)
 def test_fixed_point_wraps_as_two_s_complement(text: str) -> None:
     for mode in ("nearest_even", "toward_negative", "stochastic"):

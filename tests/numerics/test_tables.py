@@ -96,7 +96,7 @@ CASES = [
 ]
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("name, carrier", CASES)
 def test_the_algorithm_is_the_specification(name: str, carrier: str) -> None:
     every = points(FORMS[name], carrier)

@@ -139,7 +139,7 @@ def index_arithmetic(graph: torch.fx.GraphModule) -> list[str]:
 COARSE = {"autocast": 2e-2, "casts": 2e-2}
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(14)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_float_operation_of_a_layer_is_rounded(name: str) -> None:
     """``reproducible`` is strict: an operator without a kernel raises. The dispatcher is the second witness."""

@@ -77,7 +77,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("accumulate", ACCUMULATORS)
 @settings(max_examples=4)
 @given(data=st.data())
@@ -93,7 +93,7 @@ def test_products_equal_the_reference(accumulate: str, data: st.DataObject) -> N
     same(got, reference.contract(kernel, a.numpy(), b.numpy(), KEY))
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("accumulate", [RNE, "binary32/stochastic", "binary32/up_down", "bfloat16/nearest_even"])
 @pytest.mark.parametrize("length", [191, 192, 193, 1025, 5000])
 def test_long_chains_equal_the_reference(accumulate: str, length: int) -> None:
@@ -104,7 +104,7 @@ def test_long_chains_equal_the_reference(accumulate: str, length: int) -> None:
     same(run_product(kernel, a, b.transpose(1, 2).contiguous().transpose(1, 2), 0, DRAW), want)
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(13)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulate", DIRECTED)
 def test_the_quick_kernel_counts_only_where_it_equals_the_general_one(accumulate: str, kind: str) -> None:
@@ -148,6 +148,7 @@ OTHER_SETS = (
 )
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("accumulate", [*OTHER_SETS, f"table({','.join(map(str, range(-60, 80)))})/stochastic"])
 def test_accumulators_in_tables_posits_and_few_random_bits_equal_the_reference(accumulate: str) -> None:
     kernel = kernel_of(accumulate)
@@ -159,7 +160,7 @@ def test_accumulators_in_tables_posits_and_few_random_bits_equal_the_reference(a
             same(run_product(kernel, a, b, 0, DRAW), want)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("accumulate", ["binary32/toward_negative", "bfloat16", "binary32/up_down", RNE])
 def test_quick_kernels_equal_the_reference_on_every_instruction_set(accumulate: str, isa: str) -> None:

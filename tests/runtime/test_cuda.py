@@ -256,6 +256,7 @@ def test_the_tables_of_targets_spell_every_operator() -> None:
     assert set(TABLE) == set(render.TABLE) == set(OPS)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", ROUNDING_FUNCTIONS)
 def test_rounding_functions_equal_numpy(scalars: Functions, name: str) -> None:
     rounding, carrier = name.split()
@@ -288,6 +289,7 @@ def as_stored(x: Array, storage: Storage) -> Tensor:
     return torch.from_numpy(x.astype(np.float32)).to(dtype_of(storage))
 
 
+@pytest.mark.part(6)
 @pytest.mark.parametrize("name", OPERATOR_KERNELS)
 def test_every_operator(host: HostLauncher, name: str) -> None:
     kernel = operator_kernel(name)

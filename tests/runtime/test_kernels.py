@@ -51,7 +51,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("mode, isa", in_turn([*MODES, "stochastic:3"]))
 def test_map_equals_the_reference_in_every_mode_and_width(mode: str, isa: str) -> None:
     for fmt in ("binary32", "bfloat16", "e4m3fn", "e2m1fn", "e8m0fnu", "ue5m3", "binary16-flush"):
@@ -62,7 +62,7 @@ def test_map_equals_the_reference_in_every_mode_and_width(mode: str, isa: str) -
         same(got, reference.map_(map_kernel(program, ("f32",), "f32"), [stored(x)], KEY))
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_equals_the_reference(name: str) -> None:
     arity = OPERATORS[name].arity
@@ -185,7 +185,7 @@ def test_a_long_body_is_cut_into_stages_that_change_no_bit(name: str, isa: str) 
         same(a, b)
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(11)
 @pytest.mark.parametrize("accumulate, isa", in_turn(ACCUMULATORS))
 def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
     for batch, rows, columns, length in ((1, 7, 19, 23), (3, 1, 1, 40), (2, 9, 33, 1), (1, 2, 5, 0)):
@@ -197,7 +197,7 @@ def test_contract_equals_the_reference(accumulate: str, isa: str) -> None:
         same(got, reference.contract(kernel, stored(a), stored(b), KEY))
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", STORAGES)
 def test_contract_takes_every_dtype_and_layout(dtype: torch.dtype) -> None:
     storage = STORAGES[dtype]
@@ -218,7 +218,7 @@ ORDERED = [
 ]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("accumulate, order", ORDERED)
 def test_reduce_equals_the_reference_along_and_across(accumulate: str, order: str) -> None:
     kernel = sum_kernel(Order.parse(order), Accumulation.parse(accumulate).step, BINARY32, "f32", "f32")

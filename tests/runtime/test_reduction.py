@@ -54,7 +54,7 @@ EXACT = [(mode, torch.float32) for mode in MODES]
 EXACT += [(mode, t) for t in STORAGES for mode in ("nearest_even", "stochastic", "up_down") if t != torch.float32]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("mode, dtype", EXACT)
 def test_exact_sums_equal_rational_arithmetic(mode: str, dtype: torch.dtype) -> None:
     own = "tf32" if dtype == torch.float64 else FORMAT_OF[dtype]
@@ -116,7 +116,7 @@ def test_exact_sums_of_binary64_refuse_what_they_cannot_round() -> None:
         exact_kernel("binary64/stochastic", torch.float64)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("accumulate", STEPS)
 def test_products_equal_the_reference(accumulate: str) -> None:
     kernel = prod_kernel(Rounding.parse(accumulate), BINARY32, "f32", "f32")
@@ -129,6 +129,7 @@ def test_products_equal_the_reference(accumulate: str) -> None:
         same(run_scan(scan, x[:, :, None], DRAW)[:, :, 0], reference.scan(scan, stored(x), KEY).astype(np.float32))
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down"])
 def test_rows_of_many_results_equal_the_reference(accumulate: str) -> None:
     """Several registers per row, of which the last one overlaps its neighbour."""

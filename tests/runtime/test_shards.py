@@ -105,6 +105,7 @@ def tree(terms: list[Fraction], shards: int, chain: Callable[[list[Fraction]], F
     return rounded(tree(terms[:half], shards // 2, chain, r) + tree(terms[half:], shards // 2, chain, r), r)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("accumulate", [*FIXED, "bfloat16", "bfloat16/toward_negative"])
 @settings(max_examples=15)
 @given(length=st.integers(0, 70), shards=st.sampled_from([2, 4, 8]), seed=st.integers(0, 1000))
@@ -130,7 +131,7 @@ def test_sums_and_products_are_the_formula_over_rational_numbers(
 # ---- the reference, step by step, of every mode ----
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("accumulate", [*(f"binary32/{mode}" for mode in MODES), *DRAWN, *OTHERS])
 @pytest.mark.parametrize("shards", [2, 8])
 def test_products_equal_the_reference(accumulate: str, shards: int) -> None:
@@ -149,7 +150,7 @@ def test_products_equal_the_reference(accumulate: str, shards: int) -> None:
         same(run_product(kernel, a, b.transpose(1, 2).contiguous().transpose(1, 2), 0, DRAW), want)
 
 
-@pytest.mark.part(4)
+@pytest.mark.part(10)
 @pytest.mark.parametrize("accumulate", [*(f"binary32/{mode}" for mode in MODES), "bfloat16/up_down", *OTHERS[:3]])
 @pytest.mark.parametrize("order", ["shards:2/lanes:4", "shards:8/lanes:16", "shards:8/sequential"])
 def test_sums_equal_the_reference(accumulate: str, order: str) -> None:
@@ -161,6 +162,7 @@ def test_sums_equal_the_reference(accumulate: str, order: str) -> None:
             same(run_reduce(kernel, x.t(), DRAW, [0]), want)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_every_instruction_set_has_the_same_bits(isa: str) -> None:
     x, a, b = values((40, 75), 1), values((1, 30, 75), 2), values((1, 75, 37), 3)
@@ -214,6 +216,7 @@ def joined(parts: list[tuple[int, float]], r: Rounding) -> float:
     return parts[0][1]
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/toward_positive", "bfloat16", "tf32/to_odd"])
 @pytest.mark.parametrize("processes", [1, 2, 4, 8])
 @pytest.mark.parametrize("length", [3, 9, 64, 200])

@@ -65,7 +65,7 @@ def test_every_operator_of_the_dialect_is_called_here() -> None:
     assert set(calls()) == {cls.name for cls in CALLS.values()}
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("name", calls())
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(OPS, name).default, calls()[name])

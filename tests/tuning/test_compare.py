@@ -251,6 +251,7 @@ def test_data_without_a_description_need_no_file(tmp_path: Path) -> None:
         fxround.compare(mlp(), data, ["bfloat16"], path=tmp_path / "rows.json")
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("at", [1, 3, 4, 8])
 def test_ctrl_c_keeps_what_is_complete(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, model, data = tmp_path / "rows.json", mlp(), batches()
@@ -343,6 +344,7 @@ def test_workers_leave_errors_in_their_rows_and_keep_the_rest() -> None:
     assert calls == [8, 5, 1, 8, 5, 8, 5, 1, 8, 5, 1]  # as in one process: none after the error
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_ctrl_c_ends_workers_after_whole_rows(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []

@@ -89,7 +89,7 @@ def test_programs_are_solved(seed: int) -> None:
         assert p.predicted(got) <= min(map(p.predicted, left)) * (1 + 1e-5)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("seed", range(60))
 def test_the_cheapest_is_that_of_an_enumeration_where_noise_decides(seed: int) -> None:
     """Up to eight parts; the true noise differs from the predicted one, by a factor of each part and format."""
@@ -123,7 +123,7 @@ def check_minimal(p: Program, search: Search, runs: Runs, bound: float) -> None:
                 assert not runs.known[step].value >= bound
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_search_of_all_is_an_enumeration_of_anything(seed: int) -> None:
     """Values that have nothing to do with noise: accuracies of few rows, and some that are NaN."""
@@ -148,6 +148,7 @@ def test_a_search_of_all_is_an_enumeration_of_anything(seed: int) -> None:
     assert bits.proved == "all" and p.cost(bits.best) <= p.cost(p.lowest()) + 4
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_within_bits_is_that_of_an_enumeration_where_noise_decides(seed: int) -> None:
     draw = random.Random(seed)
@@ -159,6 +160,7 @@ def test_the_best_within_bits_is_that_of_an_enumeration_where_noise_decides(seed
     assert p.predicted(search.best) <= min(map(p.predicted, within)) * (1 + 1e-5)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_without_a_limit_a_search_ends_near_forty_passes(seed: int) -> None:
     draw = random.Random(seed)
