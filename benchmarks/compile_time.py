@@ -10,6 +10,7 @@ text, LLVM, linking, and the first use of memory).
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -103,16 +104,23 @@ def _row(name: str, policy: str) -> tuple[str, ...]:
     return f"{name}, {policy}", *sums, *parts, f"{cold['compiled']:.0f}"
 
 
-def main(arguments: tuple[str, ...] = ()) -> None:
-    """Print the table of all models and policies, or of one."""
-    if arguments[:1] == ("--measure",):
-        print(json.dumps(measure(*arguments[1:])))
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table of all models and policies, or of one model, or of one of both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", choices=MODELS)
+    parser.add_argument("policy", nargs="?", help="a policy (stochastic and reproducible)")
+    parser.add_argument("--measure", action="store_true", help="measure this process, and print JSON")
+    options = parser.parse_args(arguments)
+    if options.measure:
+        print(json.dumps(measure(options.model, options.policy)))
         return
-    chosen = [arguments] if arguments else [(name, policy) for name in MODELS for policy in POLICIES]
+    models = [options.model] if options.model else list(MODELS)
+    policies = [options.policy] if options.policy else POLICIES
+    chosen = [(name, policy) for name in models for policy in policies]
     head = ("seconds", "cold", "warm", "cold graph", "kernels", "warm graph", "kernels", "number of kernels")
     print(header(("torch", "llvmlite")))
     print(table(head, (_row(*row) for row in chosen)), flush=True)
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]))
+    main()

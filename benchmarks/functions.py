@@ -6,7 +6,8 @@
 
 Times are of 1e6 binary32 numbers on one thread, in the thread's own processor time, which other processes change less
 than wall time; they are medians of interleaved calls. Each result is correctly rounded to nearest even or upwards, or
-stochastically rounded. Errors are the worst of ``adversary``'s samples against MPFR.
+stochastically rounded. Errors are the worst of ``adversary``'s samples against MPFR, which gmpy2 has
+(``pip install 'fxround[dev]'``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +29,6 @@ import torch
 from torch import Tensor
 
 import fxround  # noqa: F401  (registers the operator)
-from benchmarks import adversary
 from benchmarks.harness import header, machine, medians, table
 from fxround.numerics.elementary import ELEMENTARY, Elementary
 from fxround.significance.progress import tracked
@@ -77,6 +78,10 @@ def times() -> None:
 
 def bounds(names: list[str], count: int, seed: int, output: Path | None) -> int:
     """Search every function, updating the file; return 1 if a bound that the registry states does not hold."""
+    if find_spec("gmpy2") is None:
+        sys.exit("gmpy2 is needed here and not installed: pip install 'fxround[dev]'")
+    from benchmarks import adversary
+
     measured: dict[str, Any] = {}
     broken = 0
     for name in tracked(names, len(names), "bounds"):

@@ -6,8 +6,8 @@ The module imports nothing of fxround, so that it can run in an environment of t
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -137,9 +137,12 @@ def numbers(size: int) -> torch.Tensor:
 
 def report() -> None:
     """Print seconds by peer and size, and the versions, as JSON; each size is a command-line argument."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="+", type=int, metavar="SIZE", help="numbers of elements, for example 1000000")
+    sizes = parser.parse_args().sizes
     torch.set_num_threads(1)
     result: dict[str, Any] = {"versions": harness.versions(PACKAGES), "seconds": {}}
-    for size in map(int, sys.argv[1:]):
+    for size in sizes:
         result["seconds"][size] = harness.medians(calls(numbers(size)))
     print(json.dumps(result))
 
