@@ -56,6 +56,7 @@ WRITERS: Final[dict[str, Callable[[Any, Any, Path], Any]]] = {
 ROWS: Final[Any] = type("Rows", (), {"rows": ((0, 1, 2, 0.5, 0.5, 0.1, 9.0, 1),) * 99})
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_disk_that_is_full_in_the_middle_of_a_file_keeps_the_old_one(
     name: str,

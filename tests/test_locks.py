@@ -113,6 +113,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("module, name", PLACES, ids=[name for _, name in PLACES])
 def test_ctrl_c_in_a_capture_leaves_the_model_and_the_lock(
     module: str, name: str, alarm: Any, monkeypatch: pytest.MonkeyPatch

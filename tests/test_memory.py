@@ -170,6 +170,7 @@ def _left_of_traces() -> dict[str, int]:
     }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "use",
     [
@@ -237,6 +238,7 @@ def _alive(values: list[StorageWeakRef]) -> list[StorageWeakRef]:
     return [value for value in values if not value.expired()]
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("layers", ["linear", "convolution", "mxfp8"])
 @pytest.mark.parametrize("name", _CALLS)
 def test_a_call_leaves_none_of_its_values(name: str, layers: str, monkeypatch: pytest.MonkeyPatch) -> None:

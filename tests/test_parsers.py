@@ -78,6 +78,7 @@ def refused_or_printed(parse: Callable[[Any], Any], text: Any, errors: tuple[typ
     assert 0 < len(str(refused)) < LONGEST, f"{text!r:.200}: {len(str(refused))} characters"
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("kind", PARSERS)
 @settings(max_examples=150)
 @given(text=TEXTS)

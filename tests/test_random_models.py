@@ -123,6 +123,7 @@ def _over_what_is_read(self: Any, table: Any) -> dict[int, int]:
     }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "place, name, fault",
     [

@@ -166,6 +166,7 @@ def test_attribution_refuses_what_it_cannot_know(text: str, said: str) -> None:
         fxround.attribute(Scaled(), X.double(), policy=policy)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize(
     "rule", [Rule(rounding="dtype/mca:12", operands="dtype/mca:12"), Rule(operands="bfloat16/stochastic")]
 )

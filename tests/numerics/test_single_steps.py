@@ -113,6 +113,7 @@ SOURCES: dict[Callable[..., tuple[Array, ...]], float] = {
 }
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_has_the_bits_of_the_general_one(

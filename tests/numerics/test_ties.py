@@ -76,6 +76,7 @@ def expected(operator: str, a: float, b: float, rounding: Rounding) -> float:
     return round_exact(value, negative, rounding)
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("storage, text", ROUNDINGS)
 @pytest.mark.parametrize("operator", ["add", "sub", "mul", "div", "sqrt"])
 def test_operations_beside_midpoints(operator: str, storage: str, text: str) -> None:

@@ -111,6 +111,7 @@ def drawn(rounding: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     return tuple(torch.view_as_complex(fxround.round(x, grid)) for x in (z, w))  # type: ignore[return-value]
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("name", CASES)
 def test_every_operation_on_parts_is_rounded_once(name: str) -> None:
     function, want = CASES[name]
@@ -141,6 +142,7 @@ FUNCTIONS: Final[dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, Tens
 }
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_complex_numbers_are_those_of_real_ones(name: str) -> None:
     function, of_parts = FUNCTIONS[name]

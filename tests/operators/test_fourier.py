@@ -311,6 +311,7 @@ def test_gradients_are_transforms_of_the_gradient(n: int) -> None:
     assert_same(gradient(lambda y: torch.fft.irfft(y, n=n), spectrum, g.real), doubled)
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("n", [256, 1000, 1009, 4096])
 def test_errors_are_within_the_bound_of_the_fast_transform(n: int) -> None:
     x = torch.randn(n, 2, generator=torch.Generator().manual_seed(0))

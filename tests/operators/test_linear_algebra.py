@@ -258,7 +258,7 @@ EVERY: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(5)
 @pytest.mark.parametrize("name", EVERY)
 def test_results_and_gradients_are_those_of_mathematics(name: str) -> None:
     """In binary64 against PyTorch's kernels, which take other orders: hence the tolerance. Strides change no bit."""
@@ -408,7 +408,7 @@ def outcome(function: Callable[..., Any], args: tuple[Tensor, ...]) -> Any:
         return error
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(8)
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_bad_matrices_have_pytorchs_outcome(name: str) -> None:
     function, args = OUTCOMES[name]

@@ -149,7 +149,7 @@ def compiled_result(function: Callable[..., Any], operands: tuple[Any, ...]) -> 
 CASES = [(kind, head) for kind, table in (("row", ROW), ("loss", LOSS), ("rows", OF_ROWS)) for head in table]
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("kind, head", CASES)
 def test_a_line_of_the_page_has_the_bits_of_the_function(kind: str, head: str) -> None:
     function, operands = {"row": ROW, "loss": LOSS, "rows": OF_ROWS}[kind][head]

@@ -121,6 +121,7 @@ def test_values_and_gradients_are_within_the_stated_ulps(name: str, dtype: torch
         assert worst(gradient, x, case.slope, case, dtype) <= case.slope_bound
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "function, args",
     [

@@ -60,6 +60,7 @@ REGROUPED: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_views_between_blocks_keep_them(name: str) -> None:
     text, function = KEPT[name]

@@ -94,7 +94,7 @@ def narrow(*more: Rule) -> Policy:
 
 
 # A training step has the forward pass; that of inference differs where a model has a batch norm.
-@pytest.mark.part(3)
+@pytest.mark.part(11)
 @pytest.mark.parametrize("text", POLICIES)
 @pytest.mark.parametrize("name, training", [("cnn", False), *((name, True) for name in MODELS)])
 def test_presets_leak_nothing(name: str, training: bool, text: str) -> None:

@@ -231,6 +231,7 @@ def test_a_compiled_graph_estimates_derivatives_as_roundings_composed_by_hand(gr
     assert torch.equal(plain(x), results[1][0]), "no bit of the result changes"
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "moved",
     [

@@ -60,6 +60,7 @@ def test_a_format_alone_has_no_dtype() -> None:
         fxround.Rounding.parse("sbits(3)")
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("dtype", FORMS)
 def test_a_policy_is_that_of_the_format(dtype: torch.dtype) -> None:
     exponent_bits, _ = FORMS[dtype]

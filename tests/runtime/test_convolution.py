@@ -143,6 +143,7 @@ def gradient(small: Tensor, image: Tensor, case: Case, accumulate: str) -> Tenso
     return result
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("accumulate", STEPS)
 @settings(max_examples=8)

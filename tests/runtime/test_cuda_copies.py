@@ -168,6 +168,7 @@ def prepared(host: HostLauncher) -> HostLauncher:
     return host
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_errors_in_a_contraction_are_found(
     prepared: HostLauncher, name: str, monkeypatch: pytest.MonkeyPatch

@@ -184,6 +184,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
         assert torch.equal(one.view(kind), other.contiguous().view(kind))
 
 
+@pytest.mark.part(4)
 @pytest.mark.parametrize("name", CASES)
 def test_one_kernel_has_the_bits_of_two_on_the_cpu(
     prepared: HostLauncher, name: str, monkeypatch: pytest.MonkeyPatch

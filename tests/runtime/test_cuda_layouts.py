@@ -136,7 +136,7 @@ def adding(host: HostLauncher) -> HostLauncher:
     return host
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_of_every_layout(adding: HostLauncher, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +206,7 @@ def scanning(host: HostLauncher) -> HostLauncher:
     return host
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", SCANS)
 def test_scans_of_every_layout(scanning: HostLauncher, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,7 @@ def expected(operands: list[Tensor]) -> Array:
     return reference.map_(own, [stored(x.contiguous()).reshape(x.shape) for x in operands], KEY)
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_have_the_bits_of_the_reference(prepared: HostLauncher, name: str) -> None:
     case, how = CASES[name]

@@ -92,7 +92,7 @@ class Spy:
         return self.host.async_copies
 
 
-@pytest.mark.part(2)
+@pytest.mark.part(3)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_one_kernel_with_the_bits_of_the_cpu(
     host: HostLauncher, name: str, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +125,7 @@ def test_a_chain_is_one_kernel_with_the_bits_of_the_cpu(
         assert spy.names == ["rows"] if run is forward else spy.names.count("rows") >= 2
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize(
     "policy, shape",
     [(ordered("sequential"), (5, 40)), ("stochastic", (2, 20_000)), ("stochastic", (0, 40))],

@@ -112,7 +112,7 @@ _MODELS: dict[str, tuple[Callable[..., Any], bool]] = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic", "bfloat16/stochastic/saturate", "identity"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_machine_code_and_python_agree(name: str, policy: str) -> None:
@@ -195,6 +195,7 @@ def _arithmetic(state: Tensor) -> Tensor:
     return state + 0.01 * slope / (1 + torch.stack([x, x, x], -1) * 1e-3)
 
 
+@pytest.mark.part(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(3,), (20, 3)], ids=str)
 def test_loops_of_arithmetic_that_stays_stock_run_in_machine_code(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -205,7 +205,7 @@ PLACES: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(7)
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("accumulate", ["binary32", "binary32/stochastic", "bfloat16/up_down", "e5m2"])
 def test_index_put_equals_the_reference(name: str, accumulate: str) -> None:

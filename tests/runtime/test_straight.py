@@ -110,7 +110,7 @@ def _bytes(t: Tensor) -> Tensor:
     return t.resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
-@pytest.mark.part(3)
+@pytest.mark.part(6)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name, policy",

@@ -136,6 +136,7 @@ SHARES = {
 }
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("kind, truth, tolerance", [
     ("of one item that changes in 2 % of samples", 0.02, 0.01),
     ("of 100 items that change together", 0.1, 0.03),
