@@ -1,6 +1,6 @@
 """Iterative refinement in three precisions, and the time of a factorization in a low format beside Pychop.
 
-    python -m benchmarks.refinement [--size N] [--large N] [--timed N ...] [--threads N] [--output FILE]
+    python -m benchmarks.refinement [--size N] [--large N] [--timed N ...] [--whole N] [--threads N] [--output FILE]
 
 A system is factored in a low format, and the solution is refined in a working precision with residuals in binary64:
 E. Carson and N. J. Higham, Accelerating the solution of linear systems by iterative refinement in three precisions,
@@ -8,7 +8,8 @@ SIAM J. Sci. Comput. 40 (2018). Matrices have geometrically spaced singular valu
 number, and are scaled by a power of two so that their largest element is at most a tenth of the format's maximum and at
 most 1. Every step of the factorization is rounded to the format; "+ binary32" accumulates sums in binary32 as matrix
 units do. Pychop's factorization is the textbook loop over columns on NumPy arrays, a chop after each product,
-difference and quotient; its first ``--columns`` columns are timed where all of them would take too long.
+difference and quotient; of matrices larger than ``--whole`` its first ``--columns`` columns are timed. Times are those
+of the processor, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Array = npt.NDArray[Any]
 LOW: Final = ("binary16", "binary16 + binary32")
 FORMATS: Final = ("binary32", "tf32", *LOW, "bfloat16", "bfloat16 + binary32", "e4m3", "e5m2")
 CONDITIONS: Final = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9)
-LARGE_CONDITION: Final = 1e2
+LARGE_CONDITIONS: Final = (1e1, 1e2, 1e3, 1e5, 1e7)
 WORKING: Final = {torch.float32: "binary32", torch.float64: "binary64"}
 MOST_ITERATIONS: Final = 50
 SHRINKS: Final = 0.9
@@ -101,6 +102,7 @@ class Solver:
     """Compiled steps for systems of one size: the factorization by format, solutions and residuals by precision."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         a, b = torch.eye(size), torch.ones(size, 1)
         self._factor = fxround.compile(torch.linalg.lu_factor_ex, policy_of(FORMATS[0]), example_inputs=a)
         self.solve = fxround.compile(torch.linalg.lu_solve, "reproducible")
@@ -152,29 +154,16 @@ def problem(size: int, condition: float, seed: int, working: torch.dtype) -> tup
     return a, b, solution(a, b)
 
 
-def refinements(size: int, working: torch.dtype) -> dict[str, Any]:
+def refinements(solver: Solver, working: torch.dtype, condition_numbers: tuple[float, ...]) -> dict[str, Any]:
     """Return the table of formats against condition numbers."""
-    solver = Solver(size)
     rows = [[name] for name in FORMATS]
-    for seed, condition in enumerate(CONDITIONS):
-        a, b, exact = problem(size, condition, seed, working)
+    for seed, condition in enumerate(condition_numbers):
+        a, b, exact = problem(solver.size, condition, seed, working)
         for row in rows:
             row.append(str(solver.refine(row[0], a, b, exact, working)))
         print(f"condition {condition:.0e}:", *(row[-1] for row in rows), sep="  ", flush=True)
-    heads = ["factored in", *(f"{condition:.0e}".replace("e+0", "e") for condition in CONDITIONS)]
+    heads = ["factored in", *(f"{condition:.0e}".replace("e+0", "e") for condition in condition_numbers)]
     return {"columns": heads, "numbers": list(range(1, len(heads))), "rows": rows}
-
-
-def large(size: int) -> dict[str, Any]:
-    """Return the table of formats against working precisions for one condition number."""
-    solver = Solver(size)
-    problems = {working: problem(size, LARGE_CONDITION, 0, working) for working in WORKING}
-    rows = []
-    for name in FORMATS:
-        rows.append([name, *(str(solver.refine(name, *problems[working], working)) for working in WORKING)])
-        print(*rows[-1], sep="  ", flush=True)
-    heads = ["factored in", *(f"working precision {precision}" for precision in WORKING.values())]
-    return {"columns": heads, "numbers": [1, 2], "rows": rows}
 
 
 def chopped(columns: int | None = None) -> Callable[[Array], tuple[Array, Array]]:
@@ -197,12 +186,12 @@ def chopped(columns: int | None = None) -> Callable[[Array], tuple[Array, Array]
 
 
 def timed(call: Callable[[], object], times: int) -> float:
-    """Return the median seconds of some calls."""
+    """Return the median seconds of the processor for some calls."""
     taken = []
     for _ in range(times):
-        began = time.perf_counter()
+        began = time.process_time()
         call()
-        taken.append(time.perf_counter() - began)
+        taken.append(time.process_time() - began)
     return statistics.median(taken)
 
 
@@ -226,10 +215,10 @@ def times(sizes: list[int], whole: int, columns: int) -> dict[str, Any]:
     for size in sizes:
         a = np.random.default_rng(0).standard_normal((size, size)) / 8
         x = fxround.round(torch.from_numpy(a).float(), "binary16")
-        began = time.perf_counter()
+        began = time.process_time()
         solver = Solver(size)
         solver.factor(LOW[0])(x)
-        first = time.perf_counter() - began
+        first = time.process_time() - began
         factors = [solver.factor(name) for name in LOW]
         seconds = [timed(partial(factor, x), 4) for factor in factors]
         stock = timed(partial(torch.linalg.lu_factor, x), 3)
@@ -244,11 +233,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the tables, and put each of them into the file of results that --output names when it is made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=500, help="of the systems of all condition numbers; 0: none")
-    parser.add_argument("--large", type=int, default=2000, help="of the systems of one condition number; 0: none")
+    parser.add_argument("--large", type=int, default=2000, help="of the systems of some condition numbers; 0: none")
     parser.add_argument("--timed", type=int, nargs="*", default=[64, 250, 500, 2000])
     parser.add_argument("--whole", type=int, default=500, help="the largest size of which Pychop factors all columns")
     parser.add_argument("--columns", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments or [])
     torch.set_num_threads(options.threads)
@@ -264,10 +253,12 @@ def main(arguments: list[str] | None = None) -> None:
     where = f", {options.threads} threads" if options.threads > 1 else ", one thread"
     if options.timed:
         keep("refinement-time", times(options.timed, options.whole, options.columns) | conditions(command, where=where))
-    if options.large:
-        keep("refinement-large", large(options.large) | conditions(command, where=where))
-    for working, precision in WORKING.items() if options.size else ():
-        keep(f"refinement-{precision}", refinements(options.size, working) | conditions(command, where=where))
+    sizes = ((options.large, "-large", LARGE_CONDITIONS), (options.size, "", CONDITIONS))
+    for size, name, condition_numbers in (row for row in sizes if row[0]):
+        solver = Solver(size)
+        for working, precision in WORKING.items():
+            made = refinements(solver, working, condition_numbers)
+            keep(f"refinement{name}-{precision}", made | conditions(command, where=where))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ from fxround.capture.torch_private import (
     tracing_switches,
     uncollected,
 )
+from fxround.capture.transforms import undone_transforms
 from fxround.capture.undifferentiated import CONSTANT, mark_constants
 from fxround.errors import CaptureError
 from fxround.graph.dialect import graphs_of
@@ -165,6 +166,7 @@ def capture(
     """
     refuse_unsupported_tensors(model, args, kwargs)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(undone_transforms())
         stack.enter_context(alone(type(model).__name__))
         stack.enter_context(uncollected())
         stack.enter_context(forgotten_environments())

@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 
 from fxround.capture.guards import spelled
 from fxround.capture.processes import is_shared, mesh_of
-from fxround.capture.transforms import TANGENTS_REFUSED
+from fxround.capture.transforms import TANGENTS_REFUSED, TRANSFORMED
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES, FORMAT_OF
 from fxround.graph.source_lines import TORCH, source_line
@@ -183,6 +183,12 @@ _ADVICE: Final = (
         "aten.linalg_lstsq",
         "pass driver='gelsy' or 'gels', which take matrices of full rank: others have results whose size is the rank",
     ),
+    (
+        TRANSFORMED[0],
+        "use torch.func.jacrev in place of jacfwd and hessian, or write the derivative: PyTorch's compiler fails at "
+        "some forward derivatives inside of torch.func.vmap",
+    ),
+    ("expected A and B of one dtype", "convert one of them, as in B.to(A.dtype)"),
     ("_dispatch_kl", "write the formula of the two distributions: kl_divergence searches a table of their classes"),
     (
         "specialized integer",
@@ -318,6 +324,8 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
     explanation = re.search(r"Explanation: ([^\n]+)", text)
     first = text.strip().partition("\n")[0] or f"{type(error.__cause__ or error).__name__} without a message"
     said = first + (f" ({explanation[1].strip()})" if explanation else "")
+    if TRANSFORMED[0] in said:
+        said = "PyTorch cannot trace this operation inside of transforms of torch.func"
     changed = _CHANGED_STATE.search(text)
     if changed:
         loop, part, what, *values = changed.groups()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -25,6 +28,32 @@ Backward = Callable[[Sequence[Any]], Sequence[Any]]
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` (grad, vmap) is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+# What PyTorch calls the tensors of torch.func, in its messages.
+TRANSFORMED: Final = ("GradTrackingTensor(", "BatchedTensor(")
+
+
+@contextlib.contextmanager
+def undone_transforms() -> Iterator[None]:
+    """Leave PyTorch's state of dispatch as it was where a trace fails inside of a transform of ``torch.func``.
+
+    The frames of the trace hold contexts of functorch. Whenever those are collected, they set the state that they met,
+    and no operation records gradients any more (torch 2.13, ``torch.compile`` too): they are released here.
+    """
+    with torch._C._PreserveDispatchKeyGuard():
+        try:
+            yield
+        except Exception as error:
+            chain: BaseException | None = error
+            inside = False
+            while chain is not None:
+                inside = inside or any(name in str(chain) for name in TRANSFORMED)
+                traceback.clear_frames(chain.__traceback__)
+                chain = chain.__cause__ or chain.__context__
+            if inside:
+                gc.collect()
+            raise
 
 
 def differentiates_forward() -> bool:

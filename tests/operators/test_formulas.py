@@ -135,6 +135,8 @@ def samples() -> dict[Any, list[Call]]:
         aten.lerp.Tensor: [call(x, y, x)],
         aten.pow.Tensor_Scalar: [call(x.abs(), e) for e in (1, 2, 0.5, -0.5, -1)],
         aten.arange.start_step: [call(0, 3, 0.3, dtype=torch.float64), call(1.5, 9, 2, dtype=torch.float64)],
+        aten.fft_fftfreq.default: [call(n, 0.3, dtype=torch.float64) for n in (7, 8)],
+        aten.fft_rfftfreq.default: [call(n, 0.3, dtype=torch.float64) for n in (7, 8)],
         aten.gelu.default: [call(x), call(x, approximate="tanh")],
         aten.softplus.default: [call(x, 2.0, 1.0), call(x, 1, 0.5)],
         aten.elu.default: [call(x, 1.5, 0.5, 2.0), call(x)],

@@ -42,6 +42,8 @@ def test_arrays_have_a_dtype_too() -> None:
     "text, dtype, says",
     [
         ("sbits(0)", torch.float64, r"sbits\(0\) of binary64 values, which have 52 stored bits: expected 1 to 52"),
+        ("sbits(-1)", torch.float32, r"sbits\(-1\) of binary32 values, which have 23 stored bits: expected 1 to 23"),
+        ("sbits", torch.float32, r"no format is named 'sbits'; did you mean sbits\(bits\)\?"),
         ("sbits(24)", torch.float32, "which have 23 stored bits: expected 1 to 23"),
         ("sbits(1)", torch.float8_e5m2, "of e5m2 values.* expected values of binary64, binary32, bfloat16 or binary16"),
         ("sbits()", torch.float32, r"expected sbits\(bits\) with numbers"),

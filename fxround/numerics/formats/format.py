@@ -431,7 +431,7 @@ class Format(Short):
                 f"{shown(text)} is a dtype of {numbers}, which are not rounded: expected a floating-point format, like "
                 "'bfloat16', 'float16' or 'e4m3fn'"
             )
-        if re.fullmatch(r"sbits\([0-9]{1,4}\)", base):
+        if re.fullmatch(r"sbits\(-?[0-9]{1,4}\)", base):
             raise ValueError(
                 f"{shown(text)} has the exponents of the values' dtype, which is not known here: name it in a policy, "
                 "a rule or fxround.round, or write ieee(exponent_bits,precision)"
@@ -453,7 +453,8 @@ def candidates(name: str) -> tuple[str, ...]:
     """Return the formats that an unknown name may mean, for messages."""
     low = name.lower().removeprefix("torch.")
     known = low if low in NAMED else ALIASES.get(low)
-    return (known,) if known else UNSURE.get(low, ())
+    written = (SPELT[low],) if low in SPELT else ()
+    return (known,) if known else UNSURE.get(low, written)
 
 
 def _significant_bits(x: Fraction) -> int:

@@ -15,7 +15,7 @@ from fxround.numerics.formats.rows import FORMATS
 
 # The bits of the exponents of a dtype's format.
 _EXPONENTS: Final = {"binary64": 11, "binary32": 8, "bfloat16": 8, "binary16": 5}
-_WRITTEN: Final = re.compile(r"\bsbits\(\s*([0-9]{1,4})\s*\)")
+_WRITTEN: Final = re.compile(r"\bsbits\(\s*(-?[0-9]{1,4})\s*\)")
 
 
 def has_stored_bits(text: Any) -> bool:

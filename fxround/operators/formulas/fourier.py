@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxround.numerics.roots_of_unity import chirp_spectrum, roots_of_unity
 from fxround.operators.formulas.complex_numbers import Parts, joined, parts_of, product
-from fxround.operators.formulas.table import complex_formula, constant
+from fxround.operators.formulas.table import complex_formula, constant, formula, scaled
 
 aten = torch.ops.aten
 
@@ -35,6 +35,23 @@ def factors_of(n: int) -> list[int] | None:
             factors.append(factor)
             n //= factor
     return factors if n == 1 else None
+
+
+@formula(aten.fft_fftfreq.default)
+def fftfreq(n: Any, d: float = 1.0, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """fftfreq(n, d) = k * (1 / (n * d)), k = 0, 1, ..., -2, -1: n integers"""
+    places = torch.arange(n, device=options.get("device"))
+    return _frequencies(torch.where(places < (n + 1) // 2, places, places - n), n, d, dtype)
+
+
+@formula(aten.fft_rfftfreq.default)
+def rfftfreq(n: Any, d: float = 1.0, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """rfftfreq(n, d) = k * (1 / (n * d)), k = 0, 1, ..., n // 2"""
+    return _frequencies(torch.arange(n // 2 + 1, device=options.get("device")), n, d, dtype)
+
+
+def _frequencies(k: Tensor, n: Any, d: float, dtype: torch.dtype | None) -> Tensor:
+    return scaled(k.to(torch.get_default_dtype() if dtype is None else dtype), 1.0 / (n * d))
 
 
 @complex_formula(aten._fft_c2c.default)
