@@ -37,9 +37,10 @@ def add_compare(commands: Any) -> None:
     )
     parser.add_argument(
         "--metric",
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="NAME|MODULE:FUNCTION",
-        help="a metric, such as accuracy, or a function of (result, target); may be repeated (default sqnr)",
+        help="a metric, such as accuracy, or a function of (result, target); may be several (default sqnr)",
     )
     add_metric_choices(parser)
     parser.add_argument("--samples", type=int, default=5, help="runs of a policy that draws random bits (default 5)")

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fxround.errors import FxroundError, shown
+from fxround.errors import FxroundError, brief, shown
+from fxround.spelling import nearest
 
 # What NumPy and PyTorch raise for a file that they cannot read; what the system refuses stays as it is.
 _BROKEN: Final = (
@@ -107,7 +108,11 @@ def _blamed(code: str) -> Iterator[None]:
     except FxroundError:
         raise
     except ImportError as error:
-        raise ImportError(f"{code}: {first_line(error)}") from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # transformers names what it cannot import, and not why
+            cause = cause.__cause__
+        reason = "" if cause is error else f" ({type(cause).__name__}: {first_line(cause)})"
+        raise ImportError(f"{code}: {first_line(error)}{reason}") from error
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f" at {place.filename}:{place.lineno}" if not isinstance(error, SyntaxError) else ""
@@ -124,9 +129,12 @@ def named(spec: str) -> Callable[..., Any]:
     name, colon, attribute = spec.partition(":")
     if not colon or not name or not attribute:
         raise ValueError(f"{shown(spec)}: expected MODULE:CALLABLE, like torchvision.models:resnet18 or net.py:build")
-    build = getattr(_imported(name), attribute, None)
+    module = _imported(name)
+    build = getattr(module, attribute, None)
     if not callable(build):
-        raise ValueError(f"{name} has no callable {attribute!r}")
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        known = brief(", ".join(key for key in own if callable(getattr(module, key)))) or "none of its own"
+        raise ValueError(f"{name} has no callable {attribute!r}{nearest(attribute, own)} It has {known}")
     builder: Callable[..., Any] = build
     return builder
 

@@ -53,9 +53,10 @@ def add_variability(commands: Any) -> None:
     )
     parser.add_argument(
         "--metric",
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="NAME|MODULE:FUNCTION",
-        help="a metric, for example sqnr, or a function of (sample, unperturbed result); may be repeated (default: "
+        help="a metric, for example sqnr, or a function of (sample, unperturbed result); may be several (default: "
         "those that fit the results)",
     )
     add_metric_choices(parser)

@@ -16,7 +16,7 @@ import copy
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -146,6 +146,7 @@ class Metric(Short):
     function    the caller's function that it measures
     against     whether the reference is the unperturbed result or the target of the data
     settings    what a metric object of torchmetrics was made with
+    row         the row of ``METRICS`` that it was made of, if its name is another
     """
 
     name: str
@@ -163,6 +164,7 @@ class Metric(Short):
     function: Callable[[Any, Any], Any] | None = None
     against: Against = "unperturbed"
     settings: str = ""
+    row: str = ""
 
     def _line(self) -> str:
         unit = f" [{self.unit}]" if self.unit else ""
@@ -180,7 +182,11 @@ class Metric(Short):
             return unperturbed
         if call.target is None:
             raise ValueError(f"{self.name} is compared with targets, and the data have none: {_OF_TARGETS}")
-        return self.classes.targets(self.name, result, call.target) if self.name in OF_LABELS else call.target
+        return (
+            self.classes.targets(self.name, result, call.target)
+            if (self.row or self.name) in OF_LABELS
+            else call.target
+        )
 
     def added(self, a: Sums | None, b: Sums) -> Sums:
         """Return the combined sums of two batches."""
@@ -415,6 +421,7 @@ def metric(
     class_dim: int | None = None,
     threshold: float | None = None,
     against: Against | None = None,
+    name: str | None = None,
 ) -> Metric:
     """Return a metric for ``variability``, ``localize``, ``compare`` or ``tune`` with choices of the caller's.
 
@@ -431,6 +438,7 @@ def metric(
         against: what a result is compared with: ``"unperturbed"``, the result without perturbation, or ``"target"``,
             the target of each batch: classes as whole numbers for metrics of labels, where -100 is none, and a tensor
             like the result for others. None takes the target for torchmetrics, and the unperturbed result for all else.
+        name: what reports call it, where one of its own name is measured too; None for its own.
 
     Raises:
         ValueError: for an unknown name, and for a choice that the metric does not have.
@@ -440,10 +448,18 @@ def metric(
 
         fxround.variability(model, tokens, metrics=[fxround.metric("label_flips", class_dim=-1)])
         fxround.variability(net, volumes, metrics=[fxround.metric("dice", threshold=0.0)])
-        fxround.variability(net, loader, metrics=[fxround.metric("dice", against="target")])
+        fxround.variability(net, loader, metrics=["dice", fxround.metric("dice", against="target", name="truth")])
         fxround.variability(net, loader, metrics=[torchmetrics.classification.MulticlassAUROC(10)])
         fxround.localize(net, x, (fxround.metric(largest_change, better="lower"), 1e-3))
     """
+    if name is not None and not (isinstance(name, str) and name):
+        raise ValueError(f"name is {shown(name)}; expected a text, what reports call the metric")
+    made = _chosen(of, better, class_dim, threshold, against)
+    return made if name in (None, made.name) else replace(made, name=name, row=made.name)
+
+
+def _chosen(of: Any, better: Any, class_dim: int | None, threshold: float | None, against: Against | None) -> Metric:
+    """Return a metric with choices, as ``metric`` says."""
     if better not in (None, "higher", "lower"):
         raise ValueError(f"better is {shown(better)}; expected 'higher' or 'lower'")
     if against not in (None, "unperturbed", "target"):
@@ -504,12 +520,26 @@ def named(asked: Any) -> tuple[Metric, ...]:
     result.
 
     A function takes (sample, unperturbed result) and returns a number; batches are weighted by their rows. Which of its
-    values are better is not known. Raises ValueError for an unknown name, TypeError for anything else.
+    values are better is not known. Raises ValueError for an unknown name and for two metrics of one name, TypeError for
+    anything else.
     """
     if asked is None or is_auto(asked):
         return ()
     several = (asked,) if isinstance(asked, str | Metric) or callable(asked) else tuple(asked)
-    return tuple(_metric(one) for one in several)
+    metrics = tuple(_metric(one) for one in several)
+    require_names(metrics)
+    return metrics
+
+
+def require_names(metrics: Sequence[Metric]) -> None:
+    """Raise ValueError for two metrics of one name."""
+    names = [metric.name for metric in metrics]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"two metrics have the name {shown(name)}; give functions names of their own, or one of the metrics "
+                f"another name: fxround.metric({name!r}, ..., name='other')"
+            )
 
 
 def _fitting(result: Any) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from fxround.module.rounded_module import RoundedModule
 from fxround.policy import IDENTITY
 from fxround.significance.figures import plain
 from fxround.significance.inputs import ModelCall, calls
-from fxround.significance.metrics import METRICS, Classes, Metric, mean_over_rows, named
+from fxround.significance.metrics import METRICS, Classes, Metric, mean_over_rows, named, require_names
 from fxround.significance.provenance import version_of
 
 # The leaves of arguments whose text says all of them.
@@ -78,14 +78,12 @@ def several(asked: Any) -> list[Any]:
 def metrics_of(asked: Sequence[Any]) -> list[Metric]:
     """Return the metrics. Raises TypeError or ValueError for unknown ones, equal names, and one of pairs of samples."""
     metrics = [_of_target(named((one,))[0]) for one in asked]
-    names = [metric.name for metric in metrics]
+    require_names(metrics)
     for metric in metrics:
         if metric.pairs:
             raise ValueError(
                 f"metric {metric.name!r} compares pairs of samples, and a policy may run once; choose another"
             )
-        if names.count(metric.name) > 1:
-            raise ValueError(f"two metrics have the name {shown(metric.name)}; give functions names of their own")
     # The rows that change in any sample are a matter of variability.
     return [replace(metric, changed=None) for metric in metrics]
 

@@ -159,7 +159,7 @@ def test_inspect_prints_summary_and_coverage(capsys: pytest.CaptureFixture[str],
     "arguments, message",
     [
         (("inspect", "{net}"), "expected MODULE:CALLABLE"),
-        (("inspect", "{net}:missing"), "has no callable 'missing'"),
+        (("inspect", "{net}:biuld"), "has no callable 'biuld'; did you mean 'build'? It has "),
         (("inspect", "{net}:number"), "has no callable 'number'"),
         (("inspect", "{net}:wrong"), "expected a torch.nn.Module"),
         (("inspect", "{net}:bare"), "give --inputs or --shape"),

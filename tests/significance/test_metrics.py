@@ -13,6 +13,7 @@ from scipy import stats
 from sklearn import metrics as sklearn_metrics
 from torch import Tensor
 
+import fxround
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, Classes, Metric, chosen, dice_of, dice_sums, metric
 from fxround.significance.recorder import Measured, Recorder
@@ -541,3 +542,16 @@ def test_functions_and_unknown_names() -> None:
 def test_equal_values_have_no_spread() -> None:
     # The mean of three times 0.1 is rounded to another number.
     assert Measured("m", "", "", "higher", (0.1, 0.1, 0.1)).spread == 0.0
+
+
+def test_a_metric_may_have_another_name_and_two_may_not_have_the_same() -> None:
+    net, x = torch.nn.Linear(3, 4), torch.rand(6, 3)
+    data, truth = [(x, torch.arange(6) % 4)], fxround.metric("dice", against="target", name="truth")
+    report = fxround.variability(net, data, samples=5, metrics=["dice", truth], reference=None)
+    alone = fxround.variability(net, data, samples=5, metrics=[replace(truth, name="dice", row="")], reference=None)
+    assert [measured.name for measured in report.metrics] == ["dice", "truth"]
+    assert report.metric("truth").values == alone.metric("dice").values != report.metric("dice").values
+    with pytest.raises(ValueError, match=r"two metrics have the name 'dice'; give functions .* name='other'"):
+        fxround.variability(net, data, samples=5, metrics=["dice", fxround.metric("dice", against="target")])
+    with pytest.raises(ValueError, match="name is ''; expected a text"):
+        fxround.metric("dice", name="")
