@@ -94,8 +94,9 @@ def inexact(value: Fraction, t: int, r: int) -> Fraction:
     return value + Fraction(2) ** (e - t) * (xi if value > 0 else -xi)
 
 
-def test_operands_are_those_of_a_simulation_with_the_same_random_numbers() -> None:
-    t, seed = 11, 5
+@pytest.mark.parametrize("t", [11, 40])
+def test_operands_are_those_of_a_simulation_with_the_same_random_numbers(t: int) -> None:
+    seed = 5
     x, y = X.double() / 3, (X.flip(0).double() + 0.1) / 7
     compiled = fxround.compile(product, monte_carlo(t), example_inputs=(x, y))
     got = compiled.reseed(seed)(x, y)

@@ -188,6 +188,7 @@ _ADVICE: Final = (
         "use torch.func.jacrev in place of jacfwd and hessian, or write the derivative: PyTorch's compiler fails at "
         "some forward derivatives inside of torch.func.vmap",
     ),
+    ("autograd.functional.", "use torch.func.jacrev, jvp or vjp in place of torch.autograd.functional"),
     ("expected A and B of one dtype", "convert one of them, as in B.to(A.dtype)"),
     ("_dispatch_kl", "write the formula of the two distributions: kl_divergence searches a table of their classes"),
     (

@@ -285,6 +285,11 @@ class Policy(Short):
             fits = rounding.format.within(FORMATS["binary32"])
             return in_format(name, rounding, "binary32" if fits else WIDE)
         except ValueError as error:
+            if name.partition("/")[0] == DTYPE:
+                raise PolicyError(
+                    f"policy {shown(name)}: {DTYPE!r} is a format in the rules of a policy, as in "
+                    f"Rule(rounding={name!r}); a policy alone names the format, as in 'binary32' or 'binary64'"
+                ) from error
             if (
                 name != name.lower()
             ):  # no name has capitals; if this is none either, the message is about the text given

@@ -372,14 +372,15 @@ def _full_rounding(text: str) -> str:
 def _full_step(text: str) -> str:
     """Return the text of a rounding without scales, of an accumulator too, where fixed point is a format."""
     word = re.sub(r"\s", "", text.partition("/")[0])
-    parsed = resolve(with_wide(text, DTYPE), _wide_dtype(text))
+    dtype = _wide_dtype(text)
+    parsed = resolve(with_wide(text, dtype), dtype)
     depends = word in (DTYPE, WIDE) or has_stored_bits(word)
     return f"{word}/{parsed.mode}/{parsed.overflow}" if depends else str(parsed)
 
 
 def _wide_dtype(text: object) -> str:
     """Return a dtype for which a text can be parsed: one that stores as many bits as any, where it speaks of these."""
-    return "binary64" if has_stored_bits(text) else "binary32"
+    return "binary64" if has_stored_bits(text) or "mca" in str(text) else "binary32"
 
 
 def _parsed(parse: Any, text: str, field: str) -> Any:

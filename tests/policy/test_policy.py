@@ -166,6 +166,7 @@ def test_a_rule_that_matches_nothing_is_named() -> None:
     "make, message",
     [
         (lambda: Policy.parse("stocastic"), "did you mean 'stochastic'"),
+        (lambda: Policy.parse("dtype/mca:30"), r"'dtype' is a format in the rules of a policy, .*'dtype/mca:30'"),
         (lambda: Policy.parse("bfloat61"), "did you mean 'bfloat16'"),
         (lambda: Policy.parse("MXFB8"), "did you mean 'mxfp8'"),
         (lambda: Policy.parse("e4m3fm/stochastic"), "did you mean e4m3fn"),
