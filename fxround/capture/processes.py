@@ -61,6 +61,11 @@ def is_shared(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
+def is_part(value: Any) -> bool:
+    """Whether a value is a DTensor of which this process has a part alone."""
+    return is_shared(value) and not all(placement.is_replicate() for placement in value.placements)
+
+
 def mesh_of(model: nn.Module) -> Any:
     """Return the device mesh of the processes that share the parameters of a model; None for one process.
 

@@ -90,9 +90,16 @@ def _refuse_scales(graph: fx.GraphModule, plan: Plan) -> None:
     if not any(port.shared for port in ports):
         return
     kept = any(port.kind == "multiplier" for port in ports)
-    computed = any(isinstance(read(node), BlockCall) for part in graphs_of(graph) for node in part.graph.nodes)
-    if kept or computed:
+    if kept or any(isinstance(read(node), BlockCall) for part in graphs_of(graph) for node in part.graph.nodes):
         raise UnsupportedRounding(f"the policy {plan.policy.name!r} has formats with scales. {_OF_PARTS}")
+
+
+def counted_in_parts(graph: fx.GraphModule) -> str:
+    """Return what a lowered graph computes of the elements that a process has: "random bits", "scales" or ""."""
+    calls = [read(node) for part in graphs_of(graph) for node in part.graph.nodes]
+    if any(call is not None and draws(call) for call in calls):
+        return "random bits"
+    return "scales" if any(isinstance(call, BlockCall) for call in calls) else ""
 
 
 def _ports(graph: fx.GraphModule) -> list[Port]:

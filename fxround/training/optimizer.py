@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
+from fxround.capture.processes import is_part, is_shared, local
 from fxround.compiler.pipeline import Pipeline
 from fxround.errors import FxroundError, PolicyError, shown, type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
 from fxround.graph.values import module_of
+from fxround.passes.shared_sums import counted_in_parts
 from fxround.policy import Policy
 from fxround.python_model.functions import Function
 from fxround.runtime.draw import Draw
@@ -340,7 +342,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
                 before = state.get("step")
                 counted.append((state, torch.zeros((), dtype=torch.float32) if before is None else before))
             path = self._paths.get(id(p), "") if by_path else ""
-            key = (at.step, at.first, *at.scalars.values(), at.shape, p.dtype, p.device, path)
+            key = (at.step, at.first, *at.scalars.values(), at.shape, p.dtype, p.device, path, is_part(p))
             batch = batches.get(key)
             if batch is None:
                 update = self._formulas.of(group, at)
@@ -349,6 +351,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
                     following = replace(at, step=at.step + 1, scalars=later)
                     self._refuse_capture(numbers != update.numbers(group, following))
                 compiled = self._compile(update, tuple(numbers), p.dtype, path, at.shape)
+                _refuse_parts(p, compiled)
                 batch = batches[key] = _Batch(update, compiled, numbers, later)
             for name in batch.update.states:
                 if state.get(name) is None:
@@ -357,7 +360,8 @@ class RoundedOptimizer(torch.optim.Optimizer):
             if batch.later:
                 moved.append((state, batch.later))
             batch.seeds.append(seed)
-            batch.entries.append([p, p.grad, *(state[name] for name in batch.update.states)])
+            entry = [p, p.grad, *(state[name] for name in batch.update.states)]
+            batch.entries.append(list(map(local, entry)) if is_shared(p) else entry)
         for state, before in counted:
             state["step"] = before
         if counted:
@@ -482,7 +486,25 @@ def _refuse_options(group: Mapping[str, Any]) -> None:
             raise ValueError(f"the optimizer's option {option}=True has no formula: pass {option}=False")
 
 
+def _refuse_parts(p: Tensor, compiled: _Compiled) -> None:
+    """Raise FxroundError for a parameter of which this process has a part, and a step that must know of the others."""
+    if not is_part(p):
+        return
+    counted = "matrices" if compiled.shape != (-1,) else counted_in_parts(compiled.lowered)
+    if counted:
+        raise FxroundError(
+            f"a parameter is a DTensor, of which this process has a part, and its step has {counted}, which would be "
+            "those of the part: use an optimizer and a policy without them"
+        )
+
+
 def _refuse_tensors(p: Tensor) -> None:
+    placed, expected = getattr(p.grad, "placements", None), getattr(p, "placements", None)
+    if p.grad is not None and placed != expected:
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} has the placements {expected}, and its gradient {placed}; expected "
+            "a gradient that is placed as its parameter"
+        )
     for name, tensor in (("a parameter", p), ("a gradient", p.grad)):
         if tensor is not None and (tensor.layout != torch.strided or tensor.is_complex()):
             kind = "complex" if tensor.is_complex() else str(tensor.layout)

@@ -18,12 +18,13 @@ from fxround import Policy, Rule
 from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import Sum
 from fxround.graph.dialect.processes import tree_of
+from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this PyTorch has no gloo backend", allow_module_level=True)
 
-from parallel_models import batch_of, model_of, results  # noqa: E402
+from parallel_models import batch_of, model_of, results, trained  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module  # noqa: E402
@@ -70,6 +71,8 @@ def of_policies(name: str, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     first, *others = CASES[name]
     compiled = fxround.compile(model_of(name, mesh), POLICIES[first])
     found = {f"{name} {first}": results(name, compiled)}
+    if name == "transformer":
+        found["trained transformer"] = trained(name, compiled)
     return found | {f"{name} {other}": results(name, compiled.with_policy(POLICIES[other])) for other in others}
 
 
@@ -185,6 +188,21 @@ REFUSED: dict[str, tuple[int, Any, type[Exception], str]] = {
         "formats with scales",
     ),
 }
+
+
+def test_an_optimizer_refuses_what_counts_the_elements_of_a_part(group: Callable[..., DeviceMesh]) -> None:
+    layer = parallelize_module(nn.Linear(4, 8), group(2), ColwiseParallel())
+    prepared(layer, torch.ones(3, 4))(torch.ones(3, 4)).sum().backward()
+    for kind, policy, said in (
+        (torch.optim.SGD, "stochastic", "random bits"),
+        (torch.optim.SGD, Policy("blocks", (Rule(role="weight", direction="update", rounding="mxfp8"),)), "scales"),
+    ):
+        with pytest.raises(FxroundError, match=f"its step has {said}, which would be those of the part"):
+            compile_optimizer(kind(layer.parameters(), lr=0.1), policy).step()
+    assert isinstance(layer.weight.grad, Tensor)
+    layer.weight.grad = layer.weight.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(ValueError, match=r"placements \(Shard\(dim=0\),\), and its gradient \(Replicate\(\),\)"):
+        compile_optimizer(torch.optim.SGD(layer.parameters()), "reproducible").step()
 
 
 @pytest.mark.parametrize("case", REFUSED)

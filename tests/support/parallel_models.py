@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
+from fxround.training import compile_optimizer
+
 
 class MLP(nn.Module):
     plan: ClassVar = {"up": ColwiseParallel, "down": RowwiseParallel}
@@ -97,6 +99,16 @@ def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
     with torch.no_grad():
         found["no gradients"] = whole(compiled(batch_of(name)[:1]))
     return found
+
+
+def trained(name: str, compiled: nn.Module) -> dict[str, Tensor]:
+    """The weights after three steps of an optimizer."""
+    optimizer = compile_optimizer(torch.optim.AdamW(compiled.parameters(), lr=0.01), "reproducible_sharded")
+    for _ in range(3):
+        optimizer.zero_grad()
+        compiled(batch_of(name)).square().mean().backward()
+        optimizer.step()
+    return {f"trained {path}": whole(p.detach()) for path, p in compiled.named_parameters()}
 
 
 def whole(tensor: Any) -> Tensor:
