@@ -40,7 +40,7 @@ from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.numbers import Number, asked_nothing, insert_numbers, with_tensors
 from fxround.capture.outside_reads import wrap_reads
 from fxround.capture.packed import as_tuples, packed_sequences
-from fxround.capture.processes import finished_sums
+from fxround.capture.processes import define_apart, finished_sums, require_sums_of_gradients
 from fxround.capture.refusals import (
     EXPECTED,
     RESULT,
@@ -353,11 +353,13 @@ def _trace(
             outside = {read.source for read in reads if isinstance(read, Read)}
             refuse_reads(graph, outside)
             wrap_reads(model, graph, outside)
+            define_apart(model, graph)
             redefine(graph, decompositions)
             own_loops(graph)
             if doubled and _excludes_one(graph):
                 return None
             if differentiable:
+                require_sums_of_gradients(model, graph)
                 separate_results(graph, positions_of(aliases, returned))
                 if marked:
                     mark_values(graph)

@@ -5,19 +5,22 @@ leaves a sum over a dimension that processes share unfinished (``Partial``) unti
 bias to each part meanwhile. What is rounded would depend on the number of processes. In a capture, a sum is finished
 where it is computed, as one process does it: ``fxround::sum_of_processes`` of the parts. The k of the product, or what
 the sum adds up, is then known to be part r of an even division among processes, in process r: an order of shards makes
-the bits of one process of it (``passes.shared_sums``). Other unfinished values are refused.
+the bits of one process of it (``passes.shared_sums``). Where it is not, as in a sum over batch and positions of which
+each process has some positions, every process gathers the operands and computes all of it. Other unfinished values are
+refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
 
 from fxround.errors import CaptureError
 
@@ -45,6 +48,12 @@ _COMPOSITE: Final = (
     *(_ATEN.mv.default, _ATEN.addmv.default, _ATEN.dot.default, _ATEN.vdot.default),
 )
 _SUMS: Final = (_ATEN.sum.default, _ATEN.sum.dim_IntList)
+# Operators with sums inside. DTensor would leave them unfinished, and each of them is a formula over several operators.
+_WITH_SUMS: Final = (
+    *(_ATEN.mean.default, _ATEN.mean.dim, _ATEN.var.correction, _ATEN.var_mean.correction),
+    *(_ATEN.native_layer_norm_backward.default, _ATEN.linalg_vector_norm.default),
+    _ATEN.embedding_dense_backward.default,
+)
 _ONE_DIMENSION: Final = (
     "fxround computes with meshes of one dimension: pass a part of the mesh, as mesh['tp'], to parallelize_module"
 )
@@ -123,7 +132,8 @@ def finished_sums(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[
     if kind is None:
         yield
         return
-    handlers: dict[Any, Callable[..., Any]] = dict.fromkeys((*_PRODUCTS, *_SUMS), _finished)
+    handlers: dict[Any, Callable[..., Any]] = dict.fromkeys((*_PRODUCTS, *_SUMS, *_WITH_SUMS), _finished)
+    handlers[_ATEN._fused_rms_norm_backward.default] = _refused
     handlers |= {op: _by_formula(decompositions[op]) for op in _COMPOSITE if op in decompositions}
     flatten = kind.__tensor_flatten__
 
@@ -143,56 +153,146 @@ def finished_sums(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[
         yield
 
 
+def define_apart(model: nn.Module, graph: fx.GraphModule) -> None:
+    """Replace what PyTorch computes in another way for DTensors by the operations of plain tensors, in Dynamo's graph.
+
+    A function that reads its operand twice gets two conversions of it, so that the gradients of both reach the value
+    before, where one process adds them.
+    """
+    if mesh_of(model) is None:
+        return
+    for node in graph.graph.find_nodes(op="call_function", target=torch.rms_norm):
+        operand, *rest = node.args
+        with graph.graph.inserting_before(node):
+            other = _converted_again(graph.graph, operand)
+            new = graph.graph.call_function(_rms_norm, (operand, other, *rest), node.kwargs)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _converted_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return a copy of the conversions to the DTensor that a node is; the node itself if it is not converted."""
+    if not _converts(node):
+        return node
+    source = node.all_input_nodes[0]
+    source = source if _name_of(node) == "from_local" else _converted_again(graph, source)
+    copied = graph.node_copy(node, lambda used: source if used is node.all_input_nodes[0] else used)
+    copied.meta = dict(node.meta)
+    return copied
+
+
+def require_sums_of_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
+    """Raise CaptureError for a value whose gradients would be added in another order than in one process.
+
+    Autograd adds the gradients of a value's uses one by one. Behind a conversion to a DTensor, those of several uses
+    are added before they meet the gradients of the uses before it. graph: Dynamo's, after ``define_apart``.
+    """
+    if mesh_of(model) is None:
+        return
+    for node in graph.graph.nodes:
+        source = next(iter(node.all_input_nodes), None)
+        if not _converts(node) or source is None or len(source.users) == 1:
+            continue
+        value = source.meta.get("example_value")
+        if isinstance(value, Tensor) and value.requires_grad and not _is_used_once(node):
+            where = (str(node.meta.get("stack_trace") or "").strip().splitlines() or [""])[-1].strip()
+            raise CaptureError(
+                f"{source.name}, a value that several operations use, is converted to a DTensor for a part of them "
+                f"({where}), so that its gradients would be added in another order than in one process: convert it for "
+                "each layer (ColwiseParallel of each nn.Linear, SequenceParallel of nn.LayerNorm), or disable gradients"
+            )
+
+
+# What converts between DTensors, and to and from tensors of a process.
+_CONVERSIONS: Final = ("from_local", "redistribute", "to_local")
+# Functions with one derivative by their first operand, to which it contributes once.
+_USING_ONCE: Final = ("linear", "layer_norm", "embedding", "_rms_norm")
+
+
+def _converts(node: fx.Node) -> bool:
+    return _name_of(node) in _CONVERSIONS
+
+
+def _is_used_once(node: fx.Node) -> bool:
+    """Whether what a conversion gives has one use, by a function that reads it once."""
+    users = list(node.users)
+    if len(users) != 1:
+        return False
+    return _is_used_once(users[0]) if _converts(users[0]) else _name_of(users[0]) in _USING_ONCE
+
+
+def _name_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
+
+
+def _rms_norm(
+    x: Tensor, again: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Return ``torch.rms_norm``, which has a derivative of its own for DTensors alone. again: x, converted again."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    least = torch.finfo(dtype).eps if eps is None else eps
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    root = torch.rsqrt(x.to(dtype).pow(2).mean(dims, keepdim=True) + least)
+    result = again.to(dtype) * root
+    return (result if weight is None else result * weight).to(x.dtype)
+
+
+def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise CaptureError(f"{op} of a DTensor has another formula than in one process: call torch.nn.functional.rms_norm")
+
+
 def _by_formula(formula: Callable[..., Any]) -> Callable[..., Any]:
     """Return the handler that computes a composite operator by its formula."""
     return lambda op, args, kwargs: formula(*args, **kwargs)
 
 
 def _finished(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute a product or a sum of DTensors; one over a shared dimension is finished."""
-    dispatcher = _tensor_class()._op_dispatcher
+    """Compute an operator that sums; a sum over a shared dimension is finished.
+
+    If the process has no part of the sum in the order of one process, it gets the operands of all, and computes it all.
+    """
+    kind = _tensor_class()
+    dispatcher = kind._op_dispatcher
     called = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(called)
-    sharding = called.output_sharding
-    spec = sharding.output_spec
-    result = dispatcher._dispatch_get_local_results_slow_path(op, args, called)
-    if not any(placement.is_partial() for placement in spec.placements):
-        return dispatcher.wrap(result, spec)
-    mesh = called.compute_mesh
+    sharding, mesh = called.output_sharding, called.compute_mesh
+    specs = sharding.output_spec if isinstance(sharding.output_spec, list | tuple) else [sharding.output_spec]
+    if not any(p.is_partial() for spec in specs if spec is not None for p in spec.placements):
+        return dispatcher.wrap(dispatcher._dispatch_get_local_results_slow_path(op, args, called), sharding.output_spec)
     if mesh.ndim != 1:
         raise CaptureError(f"{op} sums over processes of a mesh of {mesh.ndim} dimensions. {_ONE_DIMENSION}.")
     read = sharding.redistribute_schema if sharding.needs_redistribute else called.schema
-    _require_parts(op, [s for s in read.args_schema if hasattr(s, "placements")], args, mesh.size())
-    whole = SUM_OF_PROCESSES(result, mesh.get_group().group_name, mesh.size())
-    return dispatcher.wrap(whole, _replicated(spec))
+    if not _has_part(op, [s for s in read.args_schema if hasattr(s, "placements")], args, mesh.size()):
+        return op(*pytree.tree_map_only(kind, _whole, args), **pytree.tree_map_only(kind, _whole, kwargs))
+    part = dispatcher._dispatch_get_local_results_slow_path(op, args, called)
+    total = SUM_OF_PROCESSES(part, mesh.get_group().group_name, mesh.size())
+    return dispatcher.wrap(total, _replicated(sharding.output_spec))
 
 
-def _require_parts(op: Any, specs: list[Any], args: tuple[Any, ...], processes: int) -> None:
-    """Raise CaptureError unless process r computes part r of an even division of what is summed.
+def _has_part(op: Any, specs: list[Any], args: tuple[Any, ...], processes: int) -> bool:
+    """Whether process r computes part r of an even division of what an operator sums.
 
     specs: how the operands are shared when the operator reads them.
     """
-    (placement, *_), dims = specs[0].placements, _summed(op, args, len(specs[0].shape))
     if any(p.is_partial() for spec in specs for p in spec.placements):
         raise CaptureError(
             f"{op} reads a sum over processes that DTensor has not finished, and that has no order which does not "
             "depend on their number"
         )
-    shape = specs[0].shape
+    if op not in _PRODUCTS and op not in _SUMS:
+        return False
+    (placement, *_), shape = specs[0].placements, specs[0].shape
+    dims = _summed(op, args, len(shape))
     first = next((d for d in dims if shape[d] != 1), dims[0])
     plain = all(_is_plain_shard(p) for spec in specs for p in spec.placements)
-    if not plain or placement.dim % len(shape) != first:
-        raise CaptureError(
-            f"{op} sums over dimensions {dims} of a tensor of shape {tuple(shape)}, of which each process has "
-            f"{placement}: its elements do not follow each other in the sum of one process, so that the bits would "
-            "depend on the number of processes. Let processes share the first dimension that is summed, or none "
-            "(PrepareModuleInput, redistribute)."
-        )
-    if shape[first] % processes:
-        raise CaptureError(
-            f"{op} sums {shape[first]} elements that {processes} processes share, and cannot share evenly: choose a "
-            "number of processes that divides it"
-        )
+    return bool(plain and placement.dim % len(shape) == first and shape[first] % processes == 0)
+
+
+def _whole(tensor: Any) -> Any:
+    """Return a DTensor that every process holds as a whole."""
+    return tensor.redistribute(placements=_replicated(tensor._spec).placements)
 
 
 def _summed(op: Any, args: tuple[Any, ...], dims: int) -> list[int]:

@@ -73,9 +73,13 @@ def _described(entry: Entry, pipeline: Pipeline) -> dict[str, str]:
 
 
 def _text(graph: fx.GraphModule) -> str:
-    """Return the operators of a graph with their arithmetic; places in a tensor differ between processes."""
-    nodes = graph.graph.nodes
-    return "\n".join(" ".join([operator_name(n), *(a for a in n.args if isinstance(a, str))]) for n in nodes)
+    """Return what a graph computes and exchanges, with its arithmetic.
+
+    What is moved, and sizes, differ between processes: each has another place in a tensor.
+    """
+    named = [(operator_name(node), node.args) for node in graph.graph.nodes]
+    chosen = [(name, args) for name, args in named if name.startswith(("fxround.", "_c10d_functional."))]
+    return "\n".join(" ".join([name, *(a for a in args if isinstance(a, str))]) for name, args in chosen)
 
 
 def _digest(text: str) -> str:

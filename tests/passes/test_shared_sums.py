@@ -27,7 +27,12 @@ if not dist.is_available() or not dist.is_gloo_available():
 from parallel_models import batch_of, model_of, results, trained  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module  # noqa: E402
+from torch.distributed.tensor.parallel import (  # noqa: E402
+    ColwiseParallel,
+    PrepareModuleInput,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 POLICIES: dict[str, Any] = {
@@ -37,7 +42,12 @@ POLICIES: dict[str, Any] = {
     ),
     "narrow sums": Policy("narrow", (Rule(rounding="dtype", accumulate="binary16", order="shards:8/lanes:2"),)),
 }
-CASES = {"MLP": tuple(POLICIES), "transformer": ("reproducible_sharded",)}
+CASES = {"MLP": tuple(POLICIES), "transformer": ("reproducible_sharded",), "llama": ("reproducible_sharded",)}
+
+
+def cases_of(size: int) -> list[str]:
+    """The models that so many processes run."""
+    return [name for name in CASES if size > 2 or name != "transformer"]
 
 
 # ---- processes ----
@@ -59,7 +69,7 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
             compiled(x)
         except FxroundError as error:
             found[case] = str(error)
-    for name in CASES:
+    for name in cases_of(size):
         found |= of_policies(name, mesh)
     torch.save(found, f"{out}.{rank}")
     dist.barrier()
@@ -71,8 +81,8 @@ def of_policies(name: str, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     first, *others = CASES[name]
     compiled = fxround.compile(model_of(name, mesh), POLICIES[first])
     found = {f"{name} {first}": results(name, compiled)}
-    if name == "transformer":
-        found["trained transformer"] = trained(name, compiled)
+    if name == "llama":
+        found["trained"] = trained(name, compiled)
     return found | {f"{name} {other}": results(name, compiled.with_policy(POLICIES[other])) for other in others}
 
 
@@ -106,7 +116,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_processes_have_the_bits_of_one(ranks: list[dict[str, Any]]) -> None:
     """Results and gradients, in training and eval mode, of the model that nothing is parallel in."""
-    want = of_policies("MLP") | of_policies("transformer")
+    want = {case: tensors for name in cases_of(len(ranks)) for case, tensors in of_policies(name).items()}
     for case, tensors in want.items():
         assert any(tensor.any() for key, tensor in tensors.items() if "bias" in key)
         for found in ranks:
@@ -245,24 +255,39 @@ def test_dtensors_at_the_borders_of_the_model_are_refused(group: Callable[..., D
         prepared(layer, torch.ones(3, 4))
 
 
-def test_sums_whose_elements_do_not_follow_each_other_are_refused(group: Callable[..., DeviceMesh]) -> None:
-    """Each process has some positions of all sequences, and the gradient of a weight is a sum over all of them."""
+def test_sums_whose_elements_do_not_follow_each_other_are_computed_by_all(group: Callable[..., DeviceMesh]) -> None:
+    """Each process has some positions of all sequences; of one sequence, they are side by side."""
     mesh, x = group(2), torch.ones(2, 6, 8)
-    row = parallelize_module(nn.Linear(8, 4), mesh, RowwiseParallel(output_layouts=Shard(1)))
-    assert prepared(row, x[..., :4])(x[..., :4]).shape == (2, 3, 4)
-    layer = parallelize_module(nn.Linear(8, 4), mesh, SequenceParallel(use_local_output=True))
-    with pytest.raises(CaptureError, match="not the positions of several sequences"):
-        prepared(layer, x)
-    norm = parallelize_module(nn.LayerNorm(8), mesh, SequenceParallel(use_local_output=True))
-    with pytest.raises(CaptureError, match="a sum over processes that DTensor has not finished"):
-        prepared(norm, x)
-    # One sequence has its positions side by side.
     plan = SequenceParallel(use_local_output=False)
     summed = _Summed(parallelize_module(nn.LayerNorm(8), mesh, plan)).requires_grad_(False)
-    orders = [node.args[3] for node in prepared(summed, x[:1]).graph.graph.nodes if node.target == Sum.overload]
-    assert orders == ["shards:8/lanes:16"] * 2 + ["shards:4/lanes:16"]  # a mean, a variance, the sum
-    with pytest.raises(CaptureError, match="do not follow each other in the sum of one process"):
-        prepared(summed, x)
+    for batch, order, size in ((x, "shards:8/lanes:16", 12), (x[:1], "shards:4/lanes:16", 6)):
+        sums = [node for node in prepared(summed, batch).graph.graph.nodes if node.target == Sum.overload]
+        assert [node.args[3] for node in sums] == ["shards:8/lanes:16"] * 2 + [order]  # a mean, a variance, the sum
+        assert sums[-1].args[0].meta["val"].shape[1] == size
+
+
+def test_gradients_that_would_be_added_in_another_order_are_refused(group: Callable[..., DeviceMesh]) -> None:
+    """Of x's four uses, two are behind one conversion: their gradients would be added first."""
+    inner = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    inner.forward = lambda x: inner["a"](x) * inner["b"](x)  # type: ignore[method-assign]
+    model, x = _Residual(inner), torch.ones(2, 6, 8)
+    parallelize_module(
+        model, group(2), {"layer": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())}
+    )
+    plan = {"layer.a": ColwiseParallel(output_layouts=Shard(1)), "layer.b": ColwiseParallel(output_layouts=Shard(1))}
+    parallelize_module(model, dist.device_mesh.init_device_mesh("cpu", (2,)), plan)
+    with pytest.raises(CaptureError, match="its gradients would be added in another order than in one process"):
+        prepared(model, x.requires_grad_())
+    assert prepared(model.requires_grad_(False), x.detach())(x.detach()).shape == x.shape
+
+
+class _Residual(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
 
 
 class _Summed(nn.Module):

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 from fxround.training import compile_optimizer
@@ -65,7 +72,44 @@ class Transformer(nn.Module):
         return self.head(self.mlp(self.second(x)))
 
 
-MODELS: dict[str, Any] = {"MLP": MLP, "transformer": Transformer}
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.down = (nn.Linear(m, n, bias=False) for m, n in ((24, 32), (24, 32), (32, 24)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.first(x)) * self.gate(x))
+
+
+class Llama(nn.Module):
+    """A block with RMS norms: where no layer is parallel, each process has some positions (sequence parallel)."""
+
+    def __init__(self, processes: int = 1) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 24), nn.Linear(24, 20)
+        self.first, self.second, self.last = nn.RMSNorm(24), nn.RMSNorm(24), nn.LayerNorm(24)
+        self.attention, self.gated = Attention(24, 8, processes), Gated()
+
+    plan: ClassVar = {
+        "embedding": lambda: PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+        **dict.fromkeys(("first", "second", "last"), SequenceParallel),
+        **dict.fromkeys(
+            ("attention", "gated"),
+            lambda: PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        ),
+        **dict.fromkeys((*(f"attention.{name}" for name in "qkv"), "gated.first", "gated.gate"), ColwiseParallel),
+        **dict.fromkeys(("attention.o", "gated.down"), lambda: RowwiseParallel(output_layouts=Shard(1))),
+        "head": lambda: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(self.first(x))
+        x = x + self.gated(self.second(x))
+        return self.head(self.last(x))
+
+
+MODELS: dict[str, Any] = {"MLP": MLP, "transformer": Transformer, "llama": Llama}
 
 
 def model_of(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -80,7 +124,7 @@ def model_of(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
 
 def batch_of(name: str) -> Tensor:
     g = torch.Generator().manual_seed(4)
-    return torch.randn(5, 24, generator=g) if name == "MLP" else torch.randint(20, (2, 6), generator=g)
+    return torch.randn(5, 24, generator=g) if name == "MLP" else torch.randint(20, (2, 8), generator=g)
 
 
 def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
