@@ -37,15 +37,17 @@ def plot(report: ComparisonReport, path: str | Path | None, bits: str) -> Any:
 
 def _panel(report: ComparisonReport, unrounded: Measured, bits: str, axes: Any) -> None:
     """Draw one metric of all policies."""
-    left_out = []
+    left_out: list[str] = []
+    labels: list[tuple[str, float, float]] = []
     for row in report.policies:
         why = _missing(row, unrounded.name, bits)
         if why:
             left_out.append(f"{row.name}: {why}")
             continue
         metric, x = row.metric(unrounded.name), _bits_of(row, bits)
+        assert x is not None
         axes.errorbar(x, metric.mean, metric.spread, color=plots.MEAN, marker="o", markersize=5, capsize=3)
-        axes.annotate(row.name, (x, metric.mean), (5, 4), textcoords="offset points", fontsize=8, color=plots.INK)
+        labels.append((row.name, x, metric.mean))
     if math.isfinite(unrounded.mean):
         axes.axhline(unrounded.mean, linestyle="--", linewidth=1, color=plots.WORST, label="unrounded")
         axes.legend(loc="best")
@@ -53,6 +55,7 @@ def _panel(report: ComparisonReport, unrounded: Measured, bits: str, axes: Any) 
     better = f": {unrounded.better} is better" if unrounded.better else ""
     axes.set(title=f"{unrounded.title}{better}", xlabel=_BITS[bits] + note)
     axes.margins(x=0.12, y=0.15)
+    plots.label_points(axes, labels)
 
 
 def _missing(row: PolicyResult, name: str, bits: str) -> str:

@@ -579,3 +579,13 @@ def test_a_short_name_is_the_format(text: str) -> None:
     rounding = ScaledRounding.parse(text)
     name = short_name(rounding.format)
     assert ScaledRounding.parse(name).format == rounding.format and len(name) <= len(text)
+
+
+def test_names_of_policies_at_one_place_do_not_cover_each_other() -> None:
+    model, x = nn.Linear(8, 3), torch.rand(6, 8)
+    names = ["bfloat16", "binary16", "e4m3fn", "e5m2", "int8:channel", "mxfp8", "fp8"]
+    figure = fxround.compare(model, x, names, fxround.metric(lambda result, target: 1.0, better="higher")).plot()
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) == len(names)
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])

@@ -69,6 +69,20 @@ def figure_of(panels: Sequence[Callable[[Any], None]], path: str | Path | None =
     return figure
 
 
+def label_points(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """Write a text beside each point (text, x, y) of axes whose limits are final; above earlier ones in its way."""
+    axes.figure.draw_without_rendering()  # the layout
+    size, to_points = 8.0, 72.0 / axes.figure.dpi
+    taken: list[tuple[float, float, float]] = []
+    for text, x, y in points:
+        left, low = (float(value) * to_points for value in axes.transData.transform((x, y)))
+        right, up = left + 0.7 * size * len(text), 4.0
+        while any(left < r and lo < right and abs(low + up - h) < 1.2 * size for lo, r, h in taken):
+            up += 1.3 * size
+        taken.append((left, right, low + up))
+        axes.annotate(text, (x, y), (5, up), textcoords="offset points", fontsize=size, color=INK)
+
+
 def new_figure(size: tuple[float, float]) -> Any:
     """Return an empty matplotlib figure that a notebook shows, whether pyplot is imported or not. size: in inches."""
     figure = require("matplotlib.figure", "report").Figure(figsize=size, layout="constrained", facecolor="white")
