@@ -125,14 +125,13 @@ def owned(value: Any) -> Any:
 
 
 def prepare_worker() -> None:
-    """Let this process, if it is a worker's, end at any moment: Ctrl-C reaches it, and its parent decides when to stop.
+    """Let a process of workers end at any moment: Ctrl-C reaches it, and its parent decides when to stop.
 
     It ignores Ctrl-C, and tqdm, which PyTorch uses, makes no semaphore for other processes, of whose loss the system's
     tracker would warn.
     """
-    if os.getpid() == _PARENT or threading.current_thread() is not threading.main_thread():
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is not None and not hasattr(bars, "_lock"):
         bars.set_lock(threading.RLock())
+    if os.getpid() != _PARENT and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
