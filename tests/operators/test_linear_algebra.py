@@ -55,26 +55,28 @@ def test_triangular_systems() -> None:
             assert_bits(ours, theirs)
 
 
-def test_cholesky() -> None:
+@pytest.mark.part(2)
+@pytest.mark.parametrize("n", [10, 16])
+def test_cholesky(n: int) -> None:
     def factors(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         lower = torch.linalg.cholesky(a.tril())
         upper = torch.linalg.cholesky(a.triu(), upper=True)
         return lower, upper, torch.cholesky_solve(b, lower), torch.cholesky_inverse(lower)
 
     def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return definite(10, dtype=dtype), values(10, 2, dtype=dtype)
+        return definite(n, dtype=dtype), values(n, 2, dtype=dtype)
 
     for steps, (a, b), (lower, upper, x, inverse) in each_policy(factors, arguments, SOME):
         expected = exact.cholesky(rows(a), steps)
         assert_bits(lower, expected)
         assert_bits(upper, exact.transposed(expected))
-        for found, right in ((x, rows(b)), (inverse, exact.unit(10))):
+        for found, right in ((x, rows(b)), (inverse, exact.unit(n))):
             y = exact.solve_lower(expected, right, False, steps)
             assert_bits(found, exact.solve_upper(exact.transposed(expected), y, False, steps))
 
 
 @pytest.mark.part(3)
-@pytest.mark.parametrize("shape", [(13, 13), (11, 6), (6, 11), (1, 1), (3, 1), (1, 3)])
+@pytest.mark.parametrize("shape", [(13, 13), (16, 16), (11, 6), (6, 11), (1, 1), (3, 1), (1, 3)])
 def test_elimination(shape: tuple[int, int]) -> None:
     """Small multiples of 1/4 have many pivots of equal magnitudes, of which the first is taken."""
 
@@ -87,7 +89,9 @@ def test_elimination(shape: tuple[int, int]) -> None:
         assert_bits(packed, expected)
 
 
-def test_solutions_inverses_and_determinants() -> None:
+@pytest.mark.part(2)
+@pytest.mark.parametrize("n, seed", [(6, 3), (16, 6)])
+def test_solutions_inverses_and_determinants(n: int, seed: int) -> None:
     def solutions(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         packed, pivots = torch.linalg.lu_factor(a)
         return (
@@ -102,19 +106,19 @@ def test_solutions_inverses_and_determinants() -> None:
         )
 
     def arguments(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return values(6, 6, seed=3, dtype=dtype), values(6, 2, dtype=dtype)
+        return values(n, n, seed=seed, dtype=dtype), values(n, 2, dtype=dtype)
 
     for steps, (a, b), found in each_policy(solutions, arguments, SOME):
         matrix, right = rows(a), rows(b)
         x = exact.solve(matrix, right, steps)
         turned = exact.solve_transposed(matrix, right, steps)
-        inverse = exact.solve(matrix, exact.unit(6), steps)
+        inverse = exact.solve(matrix, exact.unit(n), steps)
         expected = (x, [[row[0] for row in x]], x, turned, inverse, exact.transposed(turned))
         for ours, theirs in zip(found, expected, strict=False):
             assert_bits(ours, theirs)
         packed, pivots, _ = exact.lu(matrix, steps)
         product = 1.0
-        for i in range(6):
+        for i in range(n):
             product = exact.rationals.mul(product, packed[i][i], steps.step)
         odd = sum(p != i + 1 for i, p in enumerate(pivots)) % 2
         product = exact.rationals.round_float(product, steps.rounding)
@@ -123,7 +127,7 @@ def test_solutions_inverses_and_determinants() -> None:
 
 
 @pytest.mark.part(2)
-@pytest.mark.parametrize("shape", [(9, 5), (5, 6), (1, 3), (3, 1)])
+@pytest.mark.parametrize("shape", [(9, 5), (16, 16), (5, 6), (1, 3), (3, 1)])
 def test_reflections(shape: tuple[int, int]) -> None:
     least = min(shape)
 
