@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,26 @@ from torch import fx
 
 from fxround.compiler.executable import Entry
 from fxround.compiler.pipeline import Pipeline
-from fxround.errors import FxroundError
+from fxround.errors import CaptureError, FxroundError
 from fxround.graph.dialect import graphs_of
 from fxround.graph.site import operator_name
 from fxround.version import VERSION
+
+# The first version of PyTorch whose DTensor passes the tests of several processes: with 2.11 and 2.12, sequence
+# parallel layers fail them.
+SINCE: Final = "2.13"
 
 
 def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
     """Return the entry that ``make`` returns, after every process of a device mesh has made the same.
 
-    Raises what ``make`` raises here, and FxroundError in the other processes then, and in all of them if their entries
-    differ.
+    Raises CaptureError for a PyTorch whose DTensor is not known, what ``make`` raises here, FxroundError in the other
+    processes then, and in all of them if their entries differ.
     """
     group = mesh.get_group()
     entry, error = None, None
     try:
+        _require_known_dtensor()
         entry = make()
     except Exception as raised:  # the other processes must know of it, whatever it is
         error = raised
@@ -56,6 +61,14 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
             )
     assert entry is not None
     return entry
+
+
+def _require_known_dtensor() -> None:
+    if torch.__version__ < SINCE:
+        raise CaptureError(
+            f"processes share the model, whose parameters are DTensors: this needs torch {SINCE} or later, "
+            f"and this is torch {torch.__version__}"
+        )
 
 
 def _described(entry: Entry, pipeline: Pipeline) -> dict[str, str]:

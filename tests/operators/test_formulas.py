@@ -306,7 +306,7 @@ def linear_algebra_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
         ],
         aten.triangular_solve.default: [call(b, lower, *flags) for flags in itertools.product((True, False), repeat=2)],
         aten.linalg_cholesky_ex.default: [call(positive), call(positive.expand(2, 5, 5), upper=True)],
-        aten.cholesky.default: [call(positive), call(positive, upper=True)],
+        **({aten.cholesky.default: [call(positive), call(positive, upper=True)]} if hasattr(aten, "cholesky") else {}),
         aten.cholesky_solve.default: [call(b, lower), call(b.expand(2, 5, 2), lower.mT, True)],
         aten.cholesky_inverse.default: [call(lower), call(lower.mT, True)],
         aten.linalg_lu_factor_ex.default: [call(a), call(tall), call(tall.mT), call(batch)],

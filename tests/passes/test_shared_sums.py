@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, Rule
+from fxround.compiler import agreement
 from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import Sum
 from fxround.graph.dialect.processes import tree_of
@@ -23,6 +24,8 @@ from fxround.training import compile_optimizer
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this PyTorch has no gloo backend", allow_module_level=True)
+if torch.__version__ < agreement.SINCE:
+    pytest.skip("models that processes share need a later PyTorch", allow_module_level=True)
 
 from parallel_models import batch_of, model_of, results, trained  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
@@ -155,6 +158,12 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DeviceMesh]
 
 def prepared(model: nn.Module, x: Any, policy: Any = "reproducible_sharded") -> Any:
     return fxround.compile(model, policy, example_inputs=(x,))
+
+
+def test_an_earlier_pytorch_is_refused(group: Callable[..., DeviceMesh], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "SINCE", "99.1")
+    with pytest.raises(CaptureError, match=r"this needs torch 99\.1 or later, and this is torch 2"):
+        prepared(model_of("MLP", group(2)), batch_of("MLP"))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -161,7 +161,8 @@ def cholesky_ex(a: Tensor, *, upper: bool = False, check_errors: bool = False) -
     return lower.mT if upper else lower, info
 
 
-@formula(aten.cholesky.default)
+# torch 2.15 has torch.linalg.cholesky alone.
+@formula(*([aten.cholesky.default] if hasattr(aten, "cholesky") else []))
 def cholesky(a: Tensor, upper: bool = False) -> Tensor:
     """cholesky(a) = linalg.cholesky(a)"""
     factor, info = cholesky_ex(a, upper=upper)
