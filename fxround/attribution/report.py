@@ -236,7 +236,8 @@ class AttributionReport(Tabled):
     def draw(self, path: str | Path, *, title: str = "") -> Path:
         """Draw the graph, every operation in the colour of its share; returns the path.
 
-        path: a file that ends in .html or .svg, as for ``RoundedModule.draw``. Raises ValueError for another suffix.
+        path: a file that ends in .html, .svg or .json, as for ``RoundedModule.draw``. Raises ValueError for another
+        suffix.
         """
         assert self.graph is not None
         return write_picture(path, self.graph, self._colourings(), title or self.colouring().title)

@@ -39,7 +39,7 @@ def add_attribute(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the run (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON; - prints it and nothing else")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as HTML")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the graph, coloured by share, as .html or .svg")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the graph by shares, as .html, .svg or .json")
     parser.set_defaults(command=run)
 
 

@@ -25,7 +25,7 @@ def add_inspect(commands: Any) -> None:
     parser.add_argument(
         "--leaks", action="store_true", help="also print the values that are not in their declared format"
     )
-    parser.add_argument("--draw", metavar="FILE", type=Path, help="also draw the graph, as .html or .svg")
+    parser.add_argument("--draw", metavar="FILE", type=Path, help="also draw the graph, as .html, .svg or .json")
     parser.add_argument("--json", action="store_true", help="print summary and coverage as JSON and nothing else")
     parser.set_defaults(command=run)
 

@@ -462,8 +462,9 @@ class RoundedModule(Reaching):
         """Draw the forward graph of the latest call; returns the path.
 
         Args:
-            path: a file that ends in .html or .svg. The HTML page suits graphs of any size: a click opens and closes
-                modules, equal layers are folded, and there is a search. It needs no network. SVG suits small graphs.
+            path: a file that ends in .html, .svg or .json. The HTML page suits graphs of any size: a click opens and
+                closes modules, equal layers are folded, and there is a search. It needs no network. SVG suits small
+                graphs. Google's Model Explorer opens the JSON, whose colours are those of the first report.
             report: a VariabilityReport, an AttributionReport or a list of reports of this model, which colour the
                 operations by their significant bits or shares of the error. The page can show the policy as well.
 

@@ -1,4 +1,4 @@
-"""Pictures of a graph: an SVG drawing, which suits small ones, or an HTML page, which suits graphs of any size."""
+"""Pictures of a graph: an SVG drawing, which suits small ones, a page for graphs of any size, Model Explorer's JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fxround.errors import shown, type_of
 from fxround.graph.site import placed
 from fxround.views.colouring import ByPolicy, Colouring, style
 from fxround.views.graph_page import graph_page
+from fxround.views.model_explorer import model_explorer_graph
 from fxround.views.summaries import SILENT
 from fxround.views.svg import Legend, svg
 
@@ -23,7 +24,7 @@ _FRAME: Final = "width:100%;height:46em;border:1px solid #adb5bd;border-radius:7
 
 
 def write_picture(path: str | Path, graph: nx.DiGraph, colourings: Sequence[Colouring], title: str) -> Path:
-    """Write a picture of a graph of ``to_networkx``, as SVG or HTML by the suffix of the path; returns the path.
+    """Write a picture of a graph of ``to_networkx``, as SVG, HTML or JSON by the suffix of the path; returns the path.
 
     colourings: what a reader of the page can choose; the first one colours the drawing. Raises ValueError for a path
     with another suffix.
@@ -33,7 +34,9 @@ def write_picture(path: str | Path, graph: nx.DiGraph, colourings: Sequence[Colo
         return write_file(path, coloured(drawn(graph), colourings[0], title=title))
     if suffix == ".html":
         return write_file(path, graph_page(graph, drawn(graph), colourings, title))
-    raise ValueError(f"draw writes SVG and HTML: expected a path that ends in .svg or .html, got {shown(str(path))}")
+    if suffix == ".json":
+        return write_file(path, model_explorer_graph(drawn(graph), colourings[0], title))
+    raise ValueError(f"draw: expected a path that ends in .svg, .html or .json, got {shown(str(path))}")
 
 
 def embedded(graph: nx.DiGraph, colourings: Sequence[Colouring], title: str) -> str:

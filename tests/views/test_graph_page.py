@@ -239,6 +239,31 @@ def test_the_first_marks_are_those_of_the_report(compiled: fxround.RoundedModule
         assert mark["said"] == f"least: {least:.1f} bits"
 
 
+def test_model_explorer_gets_the_nodes_their_modules_and_the_bits(
+    compiled: fxround.RoundedModule, tmp_path: Path
+) -> None:
+    report = fxround.variability(compiled.source, TOKENS, samples=2, capture="nodes", metrics=(), reference=None)
+    text = compiled.draw(tmp_path / "graph.json", report=report).read_text(encoding="utf-8")
+    # The forms that the viewer's own reader accepts: a collection with a label, or a list of graphs.
+    collection = json.loads(text)
+    (graph,) = collection["graphs"]
+    shown = drawn(compiled.to_networkx())
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    assert (collection.keys(), graph["id"]) == ({"label", "graphs"}, "Net") and list(nodes) == list(shown)
+    edges = [(edge["sourceNodeId"], name) for name, node in nodes.items() for edge in node["incomingEdges"]]
+    assert len(edges) == len(set(edges)) and set(edges) == set(shown.edges)
+    for operation in compiled.summary().operations:
+        node = nodes[operation.node]
+        assert node["namespace"] == operation.module.replace(".", "/")
+        attributes = {pair["key"]: pair["value"] for pair in node["attrs"]}
+        assert attributes.get("rounding", "") == operation.rounding and attributes["status"] == operation.status
+        bits = report[operation.node].bits
+        assert bits is None or attributes["significant bits"].startswith(f"{bits:.1f} of 24")
+        (output,) = node["outputsMetadata"]
+        assert output["attrs"] == [{"key": "tensor_shape", "value": shown.nodes[operation.node]["type"]}]
+    assert graph["groupNodeAttributes"]["layers/0"] == {"class": "Block"}
+
+
 def inside(data: dict[str, Any], group: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the nodes in a group of a page."""
     nodes = [data["nodes"][child["node"]] for child in group["children"] if "node" in child]

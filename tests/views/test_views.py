@@ -178,7 +178,7 @@ def test_the_drawing_shows_arithmetic_in_its_colours(gm: fx.GraphModule, tmp_pat
     assert len({colours["mm"], colours["relu"], colours["i0"], colours["result"]}) == 4
     again = write_picture(tmp_path / "again.svg", graph, colourings, title)
     assert path.read_text(encoding="utf-8") == again.read_text(encoding="utf-8")
-    with pytest.raises(ValueError, match=r"ends in \.svg or \.html, got 'graph\.png'"):
+    with pytest.raises(ValueError, match=r"ends in \.svg, \.html or \.json, got 'graph\.png'"):
         write_picture("graph.png", graph, colourings, title)
 
 

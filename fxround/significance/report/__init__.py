@@ -430,9 +430,10 @@ class VariabilityReport(Short):
     def draw(self, path: str | Path, *, step: int = 5) -> Path:
         """Draw the graph, every operation in the colour of the bits that it has lost; returns the path.
 
-        path: a file that ends in .html or .svg, as for ``RoundedModule.draw``. step: the bits that one of the five
-        colours stands for. With ``capture="nodes"`` every operation has a figure of its own, with ``"layers"`` that of
-        its layer. Raises ValueError for a path with another suffix, a step below 1, and a report without a graph.
+        path: a file that ends in .html, .svg or .json, as for ``RoundedModule.draw``. step: the bits that one of the
+        five colours stands for. With ``capture="nodes"`` every operation has a figure of its own, with ``"layers"``
+        that of its layer. Raises ValueError for a path with another suffix, a step below 1, and a report without a
+        graph.
         """
         colouring = self.colouring(step)
         return write_picture(path, self.drawable, [colouring, ByPolicy(drawn(self.drawable))], colouring.title)
