@@ -22,6 +22,7 @@ _OTHER_PAGES: Final = (
     "complex.md",
     "few-bits.md",
     "graphs.md",
+    "gallery/crystals.md",
     "gallery/faces.md",
     "gallery/images.md",
     "gallery/pitch.md",

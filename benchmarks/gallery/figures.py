@@ -40,6 +40,12 @@ FIGURES: Final[Mapping[str, Bars]] = {
     "pitch": Bars("gallery-pitch", {1: "share of the variance, %", 2: "significant bits after it"}),
     "images": Bars("gallery-images", {2: "class kept, %", 4: "probability of the class"}),
     "faces": Bars("gallery-faces", {3: "a box moves, % of its width", 4: "a landmark moves, %"}, log=True),
+    "crystals": Bars(
+        "gallery-crystals",
+        {3: "energy off by, meV/atom", 4: "a force off by, meV/Å"},
+        log=True,
+        rows=lambda row: "every value" not in row,
+    ),
     "fuzzy": Bars(
         "published-fuzzy", {1: "SR: bits of 24", 3: "UD: bits of 24"}, rows=lambda row: row.endswith("output")
     ),
