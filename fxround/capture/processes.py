@@ -54,6 +54,8 @@ _WITH_SUMS: Final = (
     *(_ATEN.native_layer_norm_backward.default, _ATEN.linalg_vector_norm.default),
     _ATEN.embedding_dense_backward.default,
 )
+# DTensor (torch 2.13) computes them of each part of a dimension alone.
+_PREFIXES: Final = (_ATEN.cumsum.default, _ATEN.logcumsumexp.default)
 _ONE_DIMENSION: Final = (
     "fxround computes with meshes of one dimension: pass a part of the mesh, as mesh['tp'], to parallelize_module"
 )
@@ -134,6 +136,7 @@ def finished_sums(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[
         return
     handlers: dict[Any, Callable[..., Any]] = dict.fromkeys((*_PRODUCTS, *_SUMS, *_WITH_SUMS), _finished)
     handlers[_ATEN._fused_rms_norm_backward.default] = _refused
+    handlers |= dict.fromkeys(_PREFIXES, _of_whole_lines)
     handlers |= {op: _by_formula(decompositions[op]) for op in _COMPOSITE if op in decompositions}
     flatten = kind.__tensor_flatten__
 
@@ -161,15 +164,21 @@ def define_apart(model: nn.Module, graph: fx.GraphModule) -> None:
     """
     if mesh_of(model) is None:
         return
-    for node in graph.graph.find_nodes(op="call_function", target=torch.rms_norm):
-        operand, *rest = node.args
-        with graph.graph.inserting_before(node):
-            other = _converted_again(graph.graph, operand)
-            new = graph.graph.call_function(_rms_norm, (operand, other, *rest), node.kwargs)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.graph.erase_node(node)
-    graph.recompile()
+    for part in _parts(graph):
+        for node in part.graph.find_nodes(op="call_function", target=torch.rms_norm):
+            operand, *rest = node.args
+            with part.graph.inserting_before(node):
+                other = _converted_again(part.graph, operand)
+                new = part.graph.call_function(_rms_norm, (operand, other, *rest), node.kwargs)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            part.graph.erase_node(node)
+        part.recompile()
+
+
+def _parts(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield a graph of Dynamo's, and those inside: bodies of loops, and what a checkpoint computes again."""
+    return (module for module in graph.modules() if isinstance(module, fx.GraphModule))
 
 
 def _converted_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -186,18 +195,23 @@ def _converted_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def require_sums_of_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
     """Raise CaptureError for a value whose gradients would be added in another order than in one process.
 
-    Autograd adds the gradients of a value's uses one by one. Behind a conversion to a DTensor, those of several uses
-    are added before they meet the gradients of the uses before it. graph: Dynamo's, after ``define_apart``.
+    Autograd adds the gradients of a value's uses one by one, those of later operations first. Behind a conversion to a
+    DTensor, those of several uses are added before they meet the gradients of the other uses, and that of one use is
+    added in the conversion's turn. graph: Dynamo's, after ``define_apart``.
     """
     if mesh_of(model) is None:
         return
-    for node in graph.graph.nodes:
-        source = next(iter(node.all_input_nodes), None)
-        if not _converts(node) or source is None or len(source.users) == 1:
-            continue
-        value = source.meta.get("example_value")
-        if isinstance(value, Tensor) and value.requires_grad and not _is_used_once(node):
-            where = (str(node.meta.get("stack_trace") or "").strip().splitlines() or [""])[-1].strip()
+    for part in _parts(graph):
+        places = {node: place for place, node in enumerate(part.graph.nodes)}
+        for node in part.graph.nodes:
+            source = next(iter(node.all_input_nodes), None)
+            if not _converts(node) or source is None or len(source.users) == 1 or _is_in_turn(node, source, places):
+                continue
+            value = source.meta.get("example_value")
+            if isinstance(value, Tensor) and not value.requires_grad:
+                continue
+            lines = str(node.meta.get("stack_trace") or "").splitlines()
+            where = next((line.strip() for line in reversed(lines) if line.strip(" ^~")), "")
             raise CaptureError(
                 f"{source.name}, a value that several operations use, is converted to a DTensor for a part of them "
                 f"({where}), so that its gradients would be added in another order than in one process: convert it for "
@@ -206,7 +220,7 @@ def require_sums_of_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
 
 
 # What converts between DTensors, and to and from tensors of a process.
-_CONVERSIONS: Final = ("from_local", "redistribute", "to_local")
+_CONVERSIONS: Final = ("from_local", "redistribute", "to_local", "full_tensor")
 # Functions with one derivative by their first operand, to which it contributes once.
 _USING_ONCE: Final = ("linear", "layer_norm", "embedding", "_rms_norm")
 
@@ -215,12 +229,25 @@ def _converts(node: fx.Node) -> bool:
     return _name_of(node) in _CONVERSIONS
 
 
-def _is_used_once(node: fx.Node) -> bool:
-    """Whether what a conversion gives has one use, by a function that reads it once."""
+def _is_in_turn(node: fx.Node, source: fx.Node, places: Mapping[fx.Node, int]) -> bool:
+    """Whether the gradient that a conversion of a value gives it is that of one use, in the turn of that use."""
+    use = _only_use(node)
+    if use is None:
+        return False
+    between = [n for n in source.users if places[node] < places[n] < places[use]]
+    return all(_converts(n) and _only_use(n) is use for n in between)
+
+
+def _only_use(node: fx.Node) -> fx.Node | None:
+    """Return the only use of what a conversion gives, by a function that reads it once; None for other uses."""
     users = list(node.users)
     if len(users) != 1:
-        return False
-    return _is_used_once(users[0]) if _converts(users[0]) else _name_of(users[0]) in _USING_ONCE
+        return None
+    if _converts(users[0]):
+        return _only_use(users[0])
+    read: list[fx.Node] = []
+    fx.map_arg((users[0].args, users[0].kwargs), read.append)
+    return users[0] if _name_of(users[0]) in _USING_ONCE and read.count(node) == 1 else None
 
 
 def _name_of(node: fx.Node) -> str:
@@ -246,6 +273,14 @@ def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _by_formula(formula: Callable[..., Any]) -> Callable[..., Any]:
     """Return the handler that computes a composite operator by its formula."""
     return lambda op, args, kwargs: formula(*args, **kwargs)
+
+
+def _of_whole_lines(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute prefixes along a dimension, of which every process gets all elements if processes share it."""
+    x, dim, *_ = args
+    if not any(placement.is_shard(dim % max(x.ndim, 1)) for placement in x.placements):
+        return _finished(op, args, kwargs)
+    return op(_whole(x), *args[1:], **kwargs)
 
 
 def _finished(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 if torch.__version__ < agreement.SINCE:
     pytest.skip("models that processes share need a later PyTorch", allow_module_level=True)
 
-from parallel_models import batch_of, model_of, results, trained  # noqa: E402
+from parallel_models import MLP, batch_of, model_of, results, trained  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
@@ -36,7 +36,9 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional as F  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 POLICIES: dict[str, Any] = {
     "reproducible_sharded": "reproducible_sharded",
@@ -288,6 +290,75 @@ def test_gradients_that_would_be_added_in_another_order_are_refused(group: Calla
     with pytest.raises(CaptureError, match="its gradients would be added in another order than in one process"):
         prepared(model, x.requires_grad_())
     assert prepared(model.requires_grad_(False), x.detach())(x.detach()).shape == x.shape
+
+
+def _late(mlp: nn.Module, converted: Tensor, x: Tensor) -> Tensor:
+    before, product = x.sin(), mlp(converted)
+    return before.sum() + product.sum() + x.cos().sum()
+
+
+def _of_whole_weight(mlp: nn.Module, converted: Tensor, x: Tensor) -> Tensor:
+    weight = mlp.up.weight.full_tensor()
+    return (weight.sin() * weight.cos()).sum() + mlp(converted).sum()
+
+
+READS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "an operation before the use": _late,
+    "both operands": lambda mlp, converted, x: mlp(x).sum() + F.linear(converted, converted).to_local().sum(),
+    "a whole weight": _of_whole_weight,
+    "in a checkpoint": _late,
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_a_conversion_whose_gradient_is_added_in_another_turn_is_refused(
+    case: str, group: Callable[..., DeviceMesh]
+) -> None:
+    model, x, replicated = _Reads(READS[case]), torch.ones(3, 24, requires_grad=True), (Replicate(), None)
+    plan = {
+        "": PrepareModuleInput(input_layouts=replicated, desired_input_layouts=replicated),
+        **{f"mlp.{name}": style() for name, style in model.mlp.plan.items()},
+    }
+    parallelize_module(model, group(2), plan)
+    with pytest.raises(CaptureError, match="its gradients would be added in another order than in one process"):
+        prepared(_Twice(model, "checkpoint" in case), x)
+
+
+class _Reads(nn.Module):
+    def __init__(self, function: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.mlp = function, MLP()
+
+    def forward(self, converted: Tensor, x: Tensor) -> Tensor:
+        return self.function(self.mlp, converted, x)
+
+
+class _Twice(nn.Module):
+    def __init__(self, layer: nn.Module, again: bool) -> None:
+        super().__init__()
+        self.layer, self.again = layer, again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        return checkpoint(self.layer, x, x, use_reentrant=False) if self.again else self.layer(x, x)
+
+
+def test_prefixes_of_a_shared_dimension_are_those_of_the_whole(group: Callable[..., DeviceMesh]) -> None:
+    """DTensor computes them of each part alone."""
+    plan = ColwiseParallel(use_local_output=False)
+    layer = parallelize_module(nn.Linear(4, 8), group(2), plan).requires_grad_(False)
+    captured = prepared(_Prefixes(layer), torch.ones(3, 4)).graph.graph
+    (prefixes,) = (node for node in captured.nodes if "scan" in str(node.target) or "cumsum" in str(node.target))
+    assert prefixes.meta["val"].shape[-1] == 8
+
+
+class _Prefixes(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).cumsum(-1).to_local()
 
 
 class _Residual(nn.Module):
