@@ -46,6 +46,7 @@ _STARTED: Final = time.time()
 # among them (numerics/elementary, kernels/maps.py): it acts through the kernel's digest, which is a part of the key.
 SOURCES_OF_KERNELS: Final = (
     "errors.py",
+    "short_reprs.py",
     "locks.py",
     "kernels/kinds.py",
     "numerics/*.py",
