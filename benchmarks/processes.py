@@ -54,7 +54,7 @@ def _all(mesh: DeviceMesh | None) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def _by_processes(size: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return what the last of so many processes computes."""
+    """Return what the process of the highest rank computes, of ``size`` processes that share each model."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(_as_a_rank, (size, folder), size, start_method="spawn")  # type: ignore[no-untyped-call]
         found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results")

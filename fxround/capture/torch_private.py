@@ -58,7 +58,7 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # every set_flags gives this warning
-        # A trace warns of what fails in a backward pass and raises an error, which is told with the line.
+        # PyTorch warns when a backward pass fails in a trace. The error itself is raised, and names the line.
         warnings.filterwarnings("ignore", "Error detected in ")
         # The loops of torch.scan are not compiled by torch.compile while they are captured.
         warnings.filterwarnings("ignore", "torch.compile is ignored when called inside")

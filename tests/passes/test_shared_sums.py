@@ -51,7 +51,7 @@ CASES = {"MLP": tuple(POLICIES), "transformer": ("reproducible_sharded",), "llam
 
 
 def cases_of(size: int) -> list[str]:
-    """The models that so many processes run."""
+    """The models that are run by ``size`` processes."""
     return [name for name in CASES if size > 2 or name != "transformer"]
 
 
