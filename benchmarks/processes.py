@@ -57,16 +57,16 @@ def _by_processes(size: int) -> dict[tuple[str, str], dict[str, Any]]:
     """Return what the process of the highest rank computes, of ``size`` processes that share each model."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(_as_a_rank, (size, folder), size, start_method="spawn")  # type: ignore[no-untyped-call]
-        found: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results")
-        return found
+        computed: dict[tuple[str, str], dict[str, Any]] = torch.load(Path(folder) / "results")
+        return computed
 
 
 def _as_a_rank(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    found = _all(init_device_mesh("cpu", (size,)))
+    computed = _all(init_device_mesh("cpu", (size,)))
     if rank == size - 1:
-        torch.save(found, Path(folder) / "results")
+        torch.save(computed, Path(folder) / "results")
     time.sleep(0.5)  # gloo may abort a process that ends at once
     dist.destroy_process_group()
 

@@ -102,11 +102,11 @@ def _diff_reports(arguments: argparse.Namespace) -> int:
     one, other = arguments.files
     if arguments.lost is not None and not arguments.lost >= 0:
         raise ValueError(f"--lost is {arguments.lost}; expected a number of bits, 0 or more")
-    found = load_report(one).difference(load_report(other), (str(one), str(other)))
-    put(found, arguments.json)
+    difference = load_report(one).difference(load_report(other), (str(one), str(other)))
+    put(difference, arguments.json)
     if arguments.lost is None:
-        return _said(found)
-    lost = found.lost(arguments.lost)
+        return _said(difference)
+    lost = difference.lost(arguments.lost)
     if lost:
         print(f"fxround: more than {arguments.lost:g} bits are lost in {', '.join(lost)}", file=sys.stderr)
     return DIFFERS if lost else 0

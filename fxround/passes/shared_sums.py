@@ -23,7 +23,7 @@ from fxround.kernels.accumulators import accumulator_of, chain_rounding
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.storage import CARRIER_OF
-from fxround.passes.analyses.draws import draws
+from fxround.passes.analyses.draws import any_draws, draws
 from fxround.passes.rewrite import Plan, become, decided, rng_of, sites
 from fxround.policy import Assignment
 
@@ -90,16 +90,19 @@ def _refuse_scales(graph: fx.GraphModule, plan: Plan) -> None:
     if not any(port.shared for port in ports):
         return
     kept = any(port.kind == "multiplier" for port in ports)
-    if kept or any(isinstance(read(node), BlockCall) for part in graphs_of(graph) for node in part.graph.nodes):
+    if kept or _has_scales(graph):
         raise UnsupportedRounding(f"the policy {plan.policy.name!r} has formats with scales. {_OF_PARTS}")
 
 
 def counted_in_parts(graph: fx.GraphModule) -> str:
     """Return what a lowered graph computes of the elements that a process has: "random bits", "scales" or ""."""
-    calls = [read(node) for part in graphs_of(graph) for node in part.graph.nodes]
-    if any(call is not None and draws(call) for call in calls):
+    if any(map(any_draws, graphs_of(graph))):
         return "random bits"
-    return "scales" if any(isinstance(call, BlockCall) for call in calls) else ""
+    return "scales" if _has_scales(graph) else ""
+
+
+def _has_scales(graph: fx.GraphModule) -> bool:
+    return any(isinstance(read(node), BlockCall) for part in graphs_of(graph) for node in part.graph.nodes)
 
 
 def _ports(graph: fx.GraphModule) -> list[Port]:

@@ -32,9 +32,9 @@ class ReportDifference(Tabled):
 
     Example::
 
-        found = load_report("before.report").difference(load_report("after.report"))
-        assert not found.differing, found.first
-        print(found)
+        difference = load_report("before.report").difference(load_report("after.report"))
+        assert not difference.differing, difference.first
+        print(difference)
     """
 
     one: VariabilityReport
@@ -55,8 +55,9 @@ class ReportDifference(Tabled):
         Equal samples count as the precision of the format. A place without figures in the other report has lost all.
         """
         worse = []
-        for key, mine in self._figures(self.one).items():
-            theirs = self._figures(self.other).get(key)
+        for key in self._of_both[0]:
+            mine, theirs = self._pair(key)
+            assert mine is not None
             had, has = _known(mine), 0.0 if theirs is None else _known(theirs)
             if has < had - bits:
                 worse.append(key[1])
@@ -153,12 +154,18 @@ class ReportDifference(Tabled):
         alone = {("perturbed alone", f.place.name): f for f in report.isolated}
         return {(f.place.kind, f.place.name): f for f in report.figures} | alone
 
+    @cached_property
+    def _of_both(self) -> tuple[dict[_Key, Figures], dict[_Key, Figures]]:
+        return self._figures(self.one), self._figures(self.other)
+
     def _pair(self, key: _Key) -> tuple[Figures | None, Figures | None]:
-        return self._figures(self.one).get(key), self._figures(self.other).get(key)
+        mine, theirs = self._of_both
+        return mine.get(key), theirs.get(key)
 
     @property
     def _keys(self) -> list[_Key]:
-        return list(self._figures(self.one) | self._figures(self.other))
+        mine, theirs = self._of_both
+        return list(mine | theirs)
 
     def _state(self, key: _Key) -> str:
         mine, theirs = self._pair(key)
