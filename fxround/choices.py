@@ -18,6 +18,7 @@ INVARIANCE_AXES: Final[Mapping[str, str]] = MappingProxyType(
         "isa": "which instruction set the kernels use",
         "device": "which device the model is on",
         "process": "which process runs",
+        "world_size": "how many processes share the model",
     }
 )
 # The policy of the operations that ``localize`` does not try.

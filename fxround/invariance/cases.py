@@ -41,7 +41,8 @@ STOCK_SETS: Final = MappingProxyType(
 class Setting:
     """Where a case runs: threads, instruction set, device, and whether in another process; None leaves it as it is.
 
-    environment: the variables of that process.
+    environment: the variables of that process. world_size: how many other processes share the model, of which ``rank``
+    is compared.
     """
 
     threads: int | None = None
@@ -49,6 +50,8 @@ class Setting:
     device: str | None = None
     process: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+    world_size: int | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,21 @@ def process(call: ModelCall, dim: int, stock: bool) -> Iterator[CaseGroup]:
     yield CaseGroup("here and in a new process", cases)
 
 
+def world_size(call: ModelCall, dim: int, stock: bool, sizes: Sequence[int] = ()) -> Iterator[CaseGroup]:
+    """The same call in one process, and in every one of several that share the model; with one thread each."""
+    if not sizes:
+        raise Inapplicable(
+            "nothing says how processes share the model: pass parallelize=, a plan of parallelize_module or a function "
+            "of (model, mesh)"
+        )
+    ranks = [(rank, size) for size in sizes for rank in range(size)]
+    others = (
+        Case(f"process {rank} of {size}", call, Setting(threads=1, world_size=size, rank=rank)) for rank, size in ranks
+    )
+    words = ", ".join(map(str, sizes))
+    yield CaseGroup(f"one process, and each of {words}", (Case("one process", call, Setting(threads=1)), *others))
+
+
 _CASES: Final = {
     "batch": batch,
     "slice": slices,
@@ -177,6 +195,7 @@ _CASES: Final = {
     "isa": isa,
     "device": device,
     "process": process,
+    "world_size": world_size,
 }
 AXES: Final = MappingProxyType({name: Axis(name, meaning, _CASES[name]) for name, meaning in INVARIANCE_AXES.items()})
 

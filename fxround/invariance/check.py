@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from fxround.choices import REPRODUCIBLE
 from fxround.compiler.signature import require_module
 from fxround.errors import FxroundError, shown, type_of
 from fxround.exported.program import LoadedModule
+from fxround.invariance import world
 from fxround.invariance.cases import AXES, Axis, Case, CaseGroup, Inapplicable, Setting, mapped, taken
+from fxround.invariance.cases import world_size as of_world_sizes
 from fxround.invariance.difference import BatchRows, comparable, digest, distinct, first_difference, largest, shapes
 from fxround.invariance.process import Build, elsewhere
 from fxround.invariance.report import AxisResult, InvarianceReport
 from fxround.invariance.subjects import Compiled, Eager, Observation, OperationPlace, Outcome, Subject
+from fxround.invariance.world import WORLD_SIZES, require_sharing
 from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike, RoundedModule
 from fxround.runtime.cpu.code import instruction_set
@@ -44,6 +48,8 @@ def check_invariance(
     build: Build | None = None,
     first: bool = True,
     progress: bool | None = None,
+    parallelize: Any = None,
+    world_sizes: Sequence[int] = WORLD_SIZES,
 ) -> InvarianceReport:
     """Count the distinct results of a model when its batch, memory layout, threads, code, device or process change.
 
@@ -53,7 +59,8 @@ def check_invariance(
             DataLoader, of which the first batch is used.
         axes: some of ``"batch"`` (a row in batches of other sizes), ``"slice"`` (its position, and the tensor that the
             batch is a slice of), ``"stride"`` (the memory layout of the arguments), ``"threads"``, ``"isa"`` (the
-            instruction set), ``"device"`` (the CPU and every CUDA device) and ``"process"`` (a new process).
+            instruction set), ``"device"`` (the CPU and every CUDA device), ``"process"`` (a new process) and
+            ``"world_size"`` (the number of processes that share the model, by gloo on this machine).
         policy: as for ``fxround.compile``; None checks stock PyTorch. A compiled or loaded module keeps its own policy.
         gradients: whether to compare the gradients of parameters and arguments as well, in the model's own mode.
         dim: the dimension of the arguments that is the batch.
@@ -61,6 +68,10 @@ def check_invariance(
             pickled.
         first: whether to find the first operation that differs; this keeps the values of one run in memory.
         progress: whether to show progress, a step for each axis; None shows it in a terminal or a notebook.
+        parallelize: for the axis ``"world_size"``: how processes share the model. A plan of PyTorch's
+            ``parallelize_module``, a function of (model, mesh) that shares the model itself, or its name
+            ``"module:function"``. The other processes import it, or cloudpickle sends it.
+        world_sizes: the numbers of processes that are compared with this one.
 
     Returns:
         An ``InvarianceReport`` with one ``AxisResult`` per axis. Ctrl-C ends the comparison after the running axis and
@@ -70,7 +81,8 @@ def check_invariance(
         ValueError: for an unknown axis, a dimension that no argument has, inputs to which no axis applies, or a policy
             for a compiled module.
         TypeError: for a ``dim`` that is no int, and another type of model under ``policy=None``.
-        FxroundError: for a model that no other process can run; also what ``compile`` and the model raise.
+        FxroundError: for a model that no other process can run, and if one of several processes fails; also what
+            ``compile`` and the model raise.
 
     Example::
 
@@ -79,9 +91,12 @@ def check_invariance(
         print(report["batch"].distinct)
     """
     asked = _axes(axes)
+    if parallelize is not None and AXES["world_size"] not in asked:
+        raise ValueError("parallelize is for the axis 'world_size', which is not among axes")
     call = next(calls(getattr(model, "source", model), inputs))
     _require_dim(dim, call)
-    comparison = _Comparison(_subject(model, policy, gradients), call, dim, build, first)
+    comparison = _Comparison(_subject(model, policy, gradients), call, dim, build, first, parallelize)
+    asked = [_of_sizes(axis, comparison.subject, parallelize, world_sizes) for axis in asked]
     compared: list[AxisResult] = []
     label = f"{comparison.subject.name} invariance"
     with shown_progress(label, len(asked), progress) as tick, interruptible() as stopped:
@@ -133,16 +148,31 @@ def _subject(model: Any, policy: PolicyLike | None, gradients: bool) -> Subject:
     return Eager(model, gradients)
 
 
+def _of_sizes(axis: Axis, subject: Subject, parallelize: Any, world_sizes: Sequence[int]) -> Axis:
+    """Return the axis of several processes with their numbers; any other axis as it is."""
+    if axis.name != "world_size" or parallelize is None:
+        return axis
+    if not isinstance(subject, Compiled | Eager) or isinstance(subject.module, LoadedModule):
+        raise ValueError("an exported program has no parameters that processes can share: pass the compiled module")
+    source = subject.module.source if isinstance(subject.module, RoundedModule) else subject.module
+    sizes = require_sharing(source, parallelize, world_sizes)
+    return replace(axis, groups=partial(of_world_sizes, sizes=sizes))
+
+
 @dataclass(frozen=True)
 class _Comparison:
-    """A subject, the call from which all cases are made, and copies of the subject on other devices."""
+    """A subject, the call from which all cases are made, how processes share the model, copies of the subject on other
+    devices, and what several processes have computed, by their number.
+    """
 
     subject: Subject
     call: ModelCall
     dim: int
     build: Build | None
     first: bool
+    parallelize: Any = None
     moved: dict[str, Subject] = field(default_factory=dict)
+    shared: dict[int, list[Outcome]] = field(default_factory=dict)
 
     def axis(self, axis: Axis) -> AxisResult:
         """Return the result of an axis, with the reason if it does not apply."""
@@ -210,6 +240,8 @@ class _Comparison:
             result = elsewhere(self.subject, case.call, setting.isa, dict(setting.environment), self.build, trace=False)
             assert isinstance(result, dict)
             return result
+        if setting.world_size:
+            return self._of_processes(case, setting.world_size)[setting.rank]
         subject, call = self._placed(case)
         with _set(setting):
             return {name: value.cpu() for name, value in subject.outcome(call).items()}
@@ -221,9 +253,18 @@ class _Comparison:
             assert isinstance(steps, list)
             yield from steps
             return
+        if setting.world_size:
+            yield from world.steps(self.subject, case.call, self.parallelize, setting.world_size, self.build)
+            return
         subject, call = self._placed(case)
         with _set(setting):
             yield from subject.steps(call)
+
+    def _of_processes(self, case: Case, size: int) -> list[Outcome]:
+        """Return what each of ``size`` processes computes, which run once."""
+        if size not in self.shared:
+            self.shared[size] = world.outcomes(self.subject, case.call, self.parallelize, size, self.build)
+        return self.shared[size]
 
     def _placed(self, case: Case) -> tuple[Subject, ModelCall]:
         """Return the subject and the call on the device of a case."""
@@ -240,7 +281,8 @@ class _Comparison:
         if other.row:
             few, more = (shapes(self.subject.steps(taken(self.call, self.dim, range(n)))) for n in (_PROBE, _PROBE + 1))
             rows = BatchRows(_PROBE, few, more)
-        return first_difference(list(self._steps(reference)), self._steps(other), rows, (reference.row, other.row))
+        parts, pair = other.setting.world_size is not None, (reference.row, other.row)
+        return first_difference(list(self._steps(reference)), self._steps(other), rows, pair, parts)
 
     def _result_rows(self) -> BatchRows:
         """Return which results hold the batch. Raises Inapplicable if none does."""

@@ -92,9 +92,12 @@ def first_difference(
     other: Iterable[Observation],
     rows: BatchRows | None,
     pair: tuple[Row | None, Row | None],
+    parts: bool = False,
 ) -> tuple[OperationPlace | None, bool]:
     """Return the first operation whose value differs between two runs, None if none does, and whether the runs were
     captured as different graphs.
+
+    parts: whether values of another shape are parts of a value, and are not compared.
     """
     known = {key: value for _, key, value in _keyed(reference)}
     # The values of the other run are not kept: what differs is decided when all of its places are known.
@@ -102,7 +105,9 @@ def first_difference(
     differing = []
     for step, key, value in _keyed(other):
         keys[key] = step.place
-        if key in known and not _agree(key, known[key], value, rows, pair):
+        if key not in known or (parts and value.shape != known[key].shape):
+            continue
+        if not _agree(key, known[key], value, rows, pair):
             differing.append(key)
     counts = [Counter(key[:3] for key in of_run) for of_run in (known, keys)]
     first = next((keys[key] for key in differing if counts[0][key[:3]] == counts[1][key[:3]]), None)

@@ -47,7 +47,7 @@ def elsewhere(
     """
     with tempfile.TemporaryDirectory(prefix="fxround-") as folder:
         request, answer = Path(folder, "request"), Path(folder, "answer")
-        request.write_bytes(_packed((_portable(subject, build), call, isa, trace)))
+        request.write_bytes(packed((portable(subject, build), call, isa, trace), _WAYS_OUT))
         ran = new_process.run(_CHILD, str(request), str(answer), environment=environment)
         if ran.returncode or not answer.exists():
             last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
@@ -92,16 +92,18 @@ class _Rebuilt:
         return subject
 
 
-def _portable(subject: Subject, build: Build | None) -> Any:
+def portable(subject: Subject, build: Build | None) -> Any:
+    """Return what is pickled for a subject: with ``build``, a function that makes it over there."""
     return subject if build is None else _Rebuilt(subject, build)
 
 
-def _packed(value: Any) -> bytes:
+def packed(value: Any, ways_out: str) -> bytes:
+    """Return a value as bytes for another process. Raises FxroundError, which ends with ``ways_out``."""
     try:
         return bytes(_pickler().dumps(value))
     except Exception as error:  # pickling runs the model's own code
         raise FxroundError(
-            f"{type(error).__name__}: {error}: what cannot be pickled cannot run in another process: {_WAYS_OUT}"
+            f"{type(error).__name__}: {error}: what cannot be pickled cannot run in another process: {ways_out}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxround.capture import inside_backward
+from fxround.capture.processes import is_shared
 from fxround.exported.program import LoadedModule
 from fxround.module.rounded_module import RoundedModule
 from fxround.significance.inputs import ModelCall
@@ -191,11 +192,11 @@ def outcome_of(module: nn.Module, call: ModelCall, gradients: bool) -> Outcome:
     """
     if not gradients:
         with torch.no_grad():
-            return _required(_named("output", _run(module, call)))
+            return {name: whole(t) for name, t in _required(_named("output", _run(module, call))).items()}
     seen = _differentiable(call)
     with torch.enable_grad():
         result = _run(module, seen)
-    outcome = _named("output", result)
+    outcome = {name: _gathered(t) for name, t in _named("output", result).items()}
     leading = [t for t in outcome.values() if t.requires_grad]
     wanted: Outcome = {f"gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
     given = _named("gradient of arguments", seen.args) | _named("gradient of keywords", seen.kwargs)
@@ -204,7 +205,17 @@ def outcome_of(module: nn.Module, call: ModelCall, gradients: bool) -> Outcome:
         raise ValueError("no result depends on anything that requires a gradient: leave out gradients=True")
     grads = torch.autograd.grad(leading, list(wanted.values()), [tangent(t) for t in leading], allow_unused=True)
     outcome |= {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
-    return {name: t.detach() for name, t in outcome.items()}
+    return {name: whole(t.detach()) for name, t in outcome.items()}
+
+
+def _gathered(tensor: Any) -> Tensor:
+    """Return the whole of a DTensor, through which gradients flow; any other tensor as it is."""
+    return tensor.full_tensor() if is_shared(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def whole(tensor: Any) -> Tensor:
+    """Return the whole of a tensor that processes share, and what a collective gives when it has ended."""
+    return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else _gathered(tensor)
 
 
 def tangent(result: Tensor) -> Tensor:
@@ -256,7 +267,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-_LIBRARIES: Final = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
+_TORCH, _CALLERS = (str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
 class _Recorder(TorchDispatchMode):
@@ -288,15 +299,15 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         source, code = ("", "backward") if inside_backward() else _line(sys._getframe(1))
         place = OperationPlace(f"operation {len(self.steps)}", str(func), self._inside[-1], source, code)
-        self.steps.append(Observation(place, tuple(t.detach().clone() for t in _tensors(result))))
+        self.steps.append(Observation(place, tuple(whole(t.detach()).clone() for t in _tensors(result))))
         return result
 
 
 def _line(frame: FrameType | None) -> tuple[str, str]:
-    """Return file and line of the model's own code, and its text; empty if all frames are PyTorch's."""
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    """Return file and line of the model's own code, and its text; empty if all frames below the call are PyTorch's."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
-    if frame is None:
+    if frame is None or frame.f_code.co_filename.startswith(_CALLERS):
         return "", ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f"{Path(file).name}:{line}", linecache.getline(file, line).strip()
