@@ -168,7 +168,9 @@ def define_apart(model: nn.Module, graph: fx.GraphModule) -> None:
         for node in part.graph.find_nodes(op="call_function", target=torch.rms_norm):
             operand, *rest = node.args
             with part.graph.inserting_before(node):
-                other = _converted_again(part.graph, operand)
+                narrow = operand.meta["example_value"].dtype not in (torch.float32, torch.float64)
+                # One process converts 16 bits to binary32 first, and adds there.
+                other = None if narrow else _converted_again(part.graph, operand)
                 new = part.graph.call_function(_rms_norm, (operand, other, *rest), node.kwargs)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
@@ -255,14 +257,18 @@ def _name_of(node: fx.Node) -> str:
 
 
 def _rms_norm(
-    x: Tensor, again: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    x: Tensor, again: Tensor | None, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Return ``torch.rms_norm``, which has a derivative of its own for DTensors alone. again: x, converted again."""
+    """Return ``torch.rms_norm``, which has a derivative of its own for DTensors alone.
+
+    again: x, converted again to a DTensor; None for x itself.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     least = torch.finfo(dtype).eps if eps is None else eps
     dims = list(range(x.dim() - len(shape), x.dim()))
-    root = torch.rsqrt(x.to(dtype).pow(2).mean(dims, keepdim=True) + least)
-    result = again.to(dtype) * root
+    wide = x.to(dtype)
+    root = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + least)
+    result = (wide if again is None else again.to(dtype)) * root
     return (result if weight is None else result * weight).to(x.dtype)
 
 

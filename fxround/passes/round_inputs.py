@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import fx
 
+from fxround.capture.processes import SUM_OF_PROCESSES
 from fxround.errors import PolicyError, UnsupportedRounding
 from fxround.graph.dialect import Call, HadamardTransform, graphs_of
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
@@ -72,6 +73,8 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
     held = HeldScales(graph, scales)
     for part, node, place in rounded_sites:
         if node.op != "call_function" or place.kind in ("movement", "coordinate", "placeholder", "loop"):
+            continue
+        if node.target is SUM_OF_PROCESSES:  # it reads the sums of the parts, which one process has inside of a chain
             continue
         turned: list[Hadamard | None] = []
         for operand in operands_of(node):

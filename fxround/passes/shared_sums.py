@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+import torch
 from torch import fx
 
 from fxround.capture.processes import SUM_OF_PROCESSES
@@ -18,13 +19,14 @@ from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import AddProcesses, graphs_of, read
 from fxround.graph.dialect.blocks import BlockCall
 from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.site import META, PORT, Port, Site, float_values, site
+from fxround.graph.site import META, PORT, Port, Site, float_value, float_values, site
+from fxround.graph.values import evaluate
 from fxround.kernels.accumulators import accumulator_of, chain_rounding
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.storage import CARRIER_OF
 from fxround.passes.analyses.draws import any_draws, draws
-from fxround.passes.rewrite import Plan, become, decided, rng_of, sites
+from fxround.passes.rewrite import Plan, become, decided, insert, rng_of, round_after, sites
 from fxround.policy import Assignment
 
 _ADVICE: Final = (
@@ -36,8 +38,7 @@ _ADVICE: Final = (
 def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
     """Give each process the part of the order that it computes, and add the parts by a kernel of fxround's.
 
-    Raises PolicyError for an order that the processes cannot share, UnsupportedRounding for an accumulator that a
-    process cannot pass on.
+    Raises PolicyError for an order that the processes cannot share.
     """
     _refuse_scales(graph, plan)
     for node, place in sites(graph):
@@ -45,6 +46,10 @@ def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         part, group, processes = node.args
         assert isinstance(part, fx.Node) and isinstance(group, str) and isinstance(processes, int)
+        if processes == 1:
+            node.replace_all_uses_with(part)
+            graph.graph.erase_node(node)
+            continue
         made = site(part)
         if made is None or made.kind not in ("contraction", "reduction"):
             raise UnsupportedOperator(f"{place}: {processes} processes share a sum that fxround does not find")
@@ -52,14 +57,25 @@ def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
         wanted = decided(made)
         if wanted is None:
             continue
-        own = _of_each(made, part, wanted[0], processes)
+        dtype = node.meta["val"].dtype
+        own = _of_each(made, wanted[0], processes, dtype)
         part.meta[META] = replace(made, assignment=own)
-        accumulate, rounding = str(own.rounding), str(wanted[1])
-        become(graph, node, AddProcesses(part, group, processes, accumulate, rounding, rng_of(graph), place.number))
+        inside, held = str(own.rounding), _holding(own, dtype)
+        rounding = str(wanted[1]) if held == dtype else inside
+        if held != dtype:
+            _widen(graph, part, held)
+        become(graph, node, AddProcesses(part, group, processes, inside, rounding, rng_of(graph), place.number))
+        if held != dtype:
+            evaluate(graph, node)
+            round_after(graph, node, wanted[1], place.number, dtype)
+            node.meta[META] = replace(node.meta[META], assignment=own)
 
 
-def _of_each(place: Site, part: fx.Node, assignment: Assignment, processes: int) -> Assignment:
-    """Return how one of several processes computes its part of a sum."""
+def _of_each(place: Site, assignment: Assignment, processes: int, dtype: torch.dtype) -> Assignment:
+    """Return how one of several processes computes its part of a sum: it rounds what it has to no other format.
+
+    dtype: of the sum in one process, whose chain may have more exponents than the format of its steps.
+    """
     order, accumulate = assignment.order, assignment.accumulate
     if not isinstance(accumulate, Accumulation):
         raise PolicyError(
@@ -72,16 +88,29 @@ def _of_each(place: Site, part: fx.Node, assignment: Assignment, processes: int)
             f"{place}: {processes} processes share this sum, and its order {order} has {has}: the bits would depend on "
             f"the number of processes; {_ADVICE}"
         )
-    step, dtype = accumulate.step, part.meta["val"].dtype
     carriers = (CARRIER_OF[STORAGES[dtype]],)
-    inside = chain_rounding(step, accumulator_of(step, carriers), carriers)
-    if processes > 1 and (inside != step or not step.format.within(Format.parse(FORMAT_OF[dtype]))):
-        raise UnsupportedRounding(
-            f"{place}: {processes} processes share this sum, and pass on accumulators of {step} as tensors of "
-            f"{str(dtype)[6:]}, which do not have their precision and range: use a model in float32, and "
-            'accumulate="binary32", or a model in float64'
-        )
-    return replace(assignment, order=replace(order, shards=order.shards // processes), rounding=step, blocks=None)
+    inside = chain_rounding(accumulate.step, accumulator_of(accumulate.step, carriers), carriers, accumulate.flips)
+    part, how = replace(order, shards=order.shards // processes), replace(accumulate, step=inside)
+    return replace(assignment, order=part, accumulate=how, rounding=inside, blocks=None)
+
+
+def _holding(assignment: Assignment, dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype that holds what is assigned: this one, or a wider one."""
+    rounding = assignment.rounding
+    assert rounding is not None
+    dtypes = (dtype, torch.float32, torch.float64)
+    return next(d for d in dtypes if rounding.format.within(Format.parse(FORMAT_OF[d])))
+
+
+def _widen(graph: fx.GraphModule, part: fx.Node, dtype: torch.dtype) -> None:
+    """Let a node read its operands in another dtype, which has all of their values, and give its result in it."""
+    for operand in part.all_input_nodes:
+        value = float_value(operand)
+        if value is not None and value.dtype != dtype:
+            wide = insert(graph, part, torch.ops.aten._to_copy.default, (operand,), dtype=dtype)
+            part.replace_input_with(operand, wide)
+    part.kwargs = {name: value for name, value in part.kwargs.items() if name != "dtype"}
+    evaluate(graph, part)
 
 
 def _refuse_scales(graph: fx.GraphModule, plan: Plan) -> None:

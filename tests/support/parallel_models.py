@@ -109,7 +109,12 @@ class Llama(nn.Module):
         return self.head(self.last(x))
 
 
-MODELS: dict[str, Any] = {"MLP": MLP, "transformer": Transformer, "llama": Llama}
+MODELS: dict[str, Any] = {"MLP": MLP, "MLP of bfloat16": MLP, "transformer": Transformer, "llama": Llama}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a model's parameters."""
+    return torch.bfloat16 if name.endswith("bfloat16") else torch.float32
 
 
 def model_of(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
@@ -118,13 +123,18 @@ def model_of(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
         torch.manual_seed(3)
         kind = MODELS[name]
         model: nn.Module = kind(1 if mesh is None else mesh.size())
+    model.to(dtype_of(name))
     plan = {path: style() for path, style in kind.plan.items()}
     return model if mesh is None else parallelize_module(model, mesh, plan)
 
 
 def batch_of(name: str) -> Tensor:
     g = torch.Generator().manual_seed(4)
-    return torch.randn(5, 24, generator=g) if name == "MLP" else torch.randint(20, (2, 8), generator=g)
+    return (
+        torch.randn(5, 24, generator=g).to(dtype_of(name))
+        if name.startswith("MLP")
+        else torch.randint(20, (2, 8), generator=g)
+    )
 
 
 def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
