@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import fxround
 from fxround import Policy, Rule
+from fxround.compiler.agreement import SINCE
 from fxround.errors import FxroundError
 from fxround.module.rounded_module import RoundedModule
 from fxround.runtime.draw import Draw
@@ -30,8 +31,10 @@ if not dist.is_available() or not dist.is_gloo_available():
 
 from fxround.training.distributed import average_in_order, average_program  # noqa: E402
 
-STEPS, PROCESSES = 3, 2
+STEPS, PROCESSES, MICRO_BATCHES = 3, 2, 3
 ACCELERATE = find_spec("accelerate") is not None
+# Earlier versions describe a stage's arguments in another way.
+PIPELINES = torch.__version__ >= SINCE
 LOW = Policy.preset("reproducible").with_rules(
     Rule("2", role="gradient", direction="backward", rounding="bfloat16/stochastic"), name="low gradients of layer 2"
 )
@@ -96,6 +99,8 @@ def as_a_rank(store: str, out: str, rank: int) -> None:
             state = {k.removeprefix("module."): v for k, v in ddp.state_dict().items()}
             found[f"{name} {how}"] = (weights, state["fxround_rng"], len(compiled.captures().rows))
     found["scales"] = [scales_of(rank, shared) for shared in (False, True)]
+    if PIPELINES:
+        found["pipeline"] = stage_of(rank)
     torch.save(found, f"{out}.{rank}")
     dist.destroy_process_group()
 
@@ -111,6 +116,33 @@ def scales_of(rank: int, shared: bool) -> list[dict[str, Tensor]]:
         F.cross_entropy(compiled(x), target).backward()
         found.append(compiled.delayed_scales)
     return found
+
+
+def stages() -> list[RoundedModule]:
+    """Two stages of a model, each compiled with a seed of its own."""
+    whole = build()
+    return [fxround.compile(part, "stochastic", seed=i) for i, part in enumerate((whole[:2], whole[2:]))]  # type: ignore[index]
+
+
+def micro_batches() -> tuple[Tensor, Tensor]:
+    """A step's micro-batches, of 4 rows each, one after the other."""
+    full = [(x, target) for x, target in batches() if len(x) == 4][:MICRO_BATCHES]
+    return torch.cat([x for x, _ in full]), torch.cat([target for _, target in full])
+
+
+def stage_of(rank: int) -> list[Tensor]:
+    """The gradients of one stage of a pipeline after two steps."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stage, (x, target) = stages()[rank], micro_batches()
+    shapes = [torch.empty(4, n, requires_grad=n != 6) for n in (6, 40, 3)]
+    part = PipelineStage(
+        stage, rank, PROCESSES, torch.device("cpu"), input_args=shapes[rank], output_args=shapes[rank + 1]
+    )
+    schedule = Schedule1F1B(part, MICRO_BATCHES, loss_fn=F.cross_entropy)
+    for _ in range(2):
+        schedule.step(x) if rank == 0 else schedule.step(target=target)
+    return [p.grad for p in stage.parameters() if p.grad is not None]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +189,21 @@ def test_two_processes_are_one_that_accumulates_in_order(ranks: list[dict[str, A
         train("reproducible", accumulate, fxround.compile(build(), "reproducible", seed=7)),
         ranks[0]["reproducible 25.0"][0],
     )
+
+
+@pytest.mark.skipif(not PIPELINES, reason="pipelines are tested with later versions of PyTorch")
+def test_stages_of_a_pipeline_are_one_process_that_makes_the_same_micro_batches(ranks: list[dict[str, Any]]) -> None:
+    """Dropout and stochastic roundings included. PyTorch divides the gradients when it has added them."""
+    parts, (x, target) = stages(), micro_batches()
+    for _ in range(2):
+        for part, right in zip(x.split(4), target.split(4), strict=True):
+            F.cross_entropy(parts[1](parts[0](part)), right).backward()
+        for p in (p for stage in parts for p in stage.parameters()):
+            assert p.grad is not None
+            p.grad.div_(MICRO_BATCHES)
+    for stage, found in zip(parts, ranks, strict=True):
+        assert same([p.grad for p in stage.parameters() if p.grad is not None], found["pipeline"])
+        assert all(g.any() for g in found["pipeline"])
 
 
 def test_sums_are_rounded_as_the_policy_says(ranks: list[dict[str, Any]]) -> None:
