@@ -8,7 +8,7 @@ captured it, and all of them raise an error if it differs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,8 @@ from fxround.compiler.pipeline import Pipeline
 from fxround.errors import CaptureError, FxroundError
 from fxround.graph.dialect import graphs_of
 from fxround.graph.site import operator_name
+from fxround.policy import Policy
+from fxround.runtime.processes import MADE_AGAIN
 from fxround.version import VERSION
 
 # The first version of PyTorch whose DTensor passes the tests of several processes: with 2.11 and 2.12, sequence
@@ -33,6 +35,10 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
     Raises CaptureError for a PyTorch whose DTensor is not known, what ``make`` raises here, FxroundError in the other
     processes then, and in all of them if their entries differ.
     """
+    if not dist.is_initialized():
+        raise FxroundError(
+            f"processes share the model over {mesh}, and their process group does not exist. {MADE_AGAIN}"
+        )
     group = mesh.get_group()
     entry, error = None, None
     try:
@@ -51,16 +57,31 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
             f"process {failed} of the {mesh.size()} that share the model has an error, so that no process runs it: "
             f"{said[failed][0]}"
         )
-    for rank, (_, other) in enumerate(said):
-        first = said[0][1]
+    _require_equal([made for _, made in said], "processes share the model")
+    assert entry is not None
+    return entry
+
+
+def require_same(group: dist.ProcessGroup, doing: str, **own: object) -> None:
+    """Raise FxroundError in all processes of a group unless all have the same versions and values of this call.
+
+    Every process must call it. doing: what the processes do, at the beginning of the message.
+    """
+    said: list[Any] = [None] * dist.get_world_size(group)
+    values = {name.replace("_", " "): _said(value) for name, value in own.items()}
+    dist.all_gather_object(said, _versions() | values, group=group)
+    _require_equal(said, doing)
+
+
+def _require_equal(said: Sequence[Mapping[str, str]], doing: str) -> None:
+    first = said[0]
+    for rank, other in enumerate(said):
         changed = next((what for what in first if first[what] != other[what]), "")
         if changed:
             raise FxroundError(
-                f"processes share the model, and process {rank} has another {changed} than process 0: "
-                f"{other[changed]}, not {first[changed]}. All of them need the same code, policy and versions."
+                f"{doing}, and process {rank} has another {changed} than process 0: {other[changed]}, not "
+                f"{first[changed]}. All of them need the same code, policy, seed and versions."
             )
-    assert entry is not None
-    return entry
 
 
 def _require_known_dtensor() -> None:
@@ -73,16 +94,19 @@ def _require_known_dtensor() -> None:
 
 def _described(entry: Entry, pipeline: Pipeline) -> dict[str, str]:
     """Return what must be the same in all processes, by its name in a message."""
-    policy = f"{pipeline.policy.name!r} {_digest(repr(pipeline.policy.to_dict()))}"
     settings = f"strict={pipeline.strict} fuse={pipeline.fuse} unroll_loops={pipeline.unroll}"
     parts = [_text(part) for part in graphs_of(entry.lowered)]
-    return {
-        "version of fxround": VERSION,
-        "version of PyTorch": str(torch.__version__),
-        "policy": policy,
-        "setting": settings,
-        "graph": _digest("\n".join(parts)),
-    }
+    graph = _digest("\n".join(parts))
+    return _versions() | {"policy": _said(pipeline.policy), "setting": settings, "graph": graph}
+
+
+def _versions() -> dict[str, str]:
+    return {"version of fxround": VERSION, "version of PyTorch": str(torch.__version__)}
+
+
+def _said(value: object) -> str:
+    """Return a value in a message; of a policy, its name and a digest of its rules."""
+    return f"{value.name!r} {_digest(repr(value.to_dict()))}" if isinstance(value, Policy) else str(value)
 
 
 def _text(graph: fx.GraphModule) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from fxround.compiler.agreement import require_same
 from fxround.errors import type_of
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels.program import Program
@@ -58,6 +59,7 @@ def average_in_order(ddp: DistributedDataParallel, policy: Any = None, *, micro_
             parameter beside its own. None: each process has one batch, and the sum is in the order of the ranks.
 
     Raises:
+        FxroundError: in all processes, if they have other policies, seeds, samples, micro_batches or versions.
         TypeError: for another module, or a parameter of a dtype that no kernel stores; also what DDP raises if a hook
             is registered already.
         ValueError: if micro_batches or the number of processes is no power of two, or if the second does not divide
@@ -82,6 +84,16 @@ def average_in_order(ddp: DistributedDataParallel, policy: Any = None, *, micro_
     group = ddp.process_group
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     chosen = module.policy if policy is None else Policy.parse(policy)
+    seed, sample = module.rng.tolist()
+    require_same(
+        group,
+        "processes average their gradients",
+        seed=seed,
+        sample=sample,
+        policy=module.policy,
+        policy_of_averages=chosen,
+        number_of_micro_batches=micro_batches,
+    )
     if micro_batches is None:
         ddp.register_comm_hook(_State(module, _programs(module, chosen, world_size), group), _average)
     else:
