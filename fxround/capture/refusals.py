@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
+from fxround.capture.fully_sharded import is_hooked
 from fxround.capture.guards import spelled
 from fxround.capture.processes import is_shared, mesh_of
 from fxround.capture.transforms import TANGENTS_REFUSED, TRANSFORMED
@@ -67,7 +68,7 @@ def distribution_of(value: object) -> str:
     """Return how a module is distributed over processes, in words; "" for one that is not."""
     for module, name, said in _DISTRIBUTED:
         kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and isinstance(value, kind):
+        if isinstance(kind, type) and isinstance(value, kind) and (name != "FSDPModule" or is_hooked(value)):
             return said
     return ""
 

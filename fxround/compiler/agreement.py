@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from fxround.compiler.executable import Entry
-from fxround.compiler.pipeline import Pipeline
 from fxround.errors import CaptureError, FxroundError
 from fxround.graph.dialect import graphs_of
 from fxround.graph.site import operator_name
 from fxround.policy import Policy
 from fxround.runtime.processes import MADE_AGAIN
 from fxround.version import VERSION
+
+if TYPE_CHECKING:
+    from fxround.compiler.executable import Entry
+    from fxround.compiler.pipeline import Pipeline
 
 # The first version of PyTorch whose DTensor passes the tests of several processes: with 2.11 and 2.12, sequence
 # parallel layers fail them.
@@ -39,16 +41,28 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
         raise FxroundError(
             f"processes share the model over {mesh}, and their process group does not exist. {MADE_AGAIN}"
         )
-    group = mesh.get_group()
     entry, error = None, None
     try:
-        _require_known_dtensor()
+        require_known_dtensor()
         entry = make()
     except Exception as raised:  # the other processes must know of it, whatever it is
         error = raised
+    described = {} if entry is None else described_settings(pipeline) | {"graph": _graph(entry)}
+    require_agreement(mesh, described, error)
+    assert entry is not None
+    return entry
+
+
+def require_agreement(mesh: Any, described: Mapping[str, str], error: Exception | None = None) -> None:
+    """Return if every process of a device mesh calls this with the same descriptions, and none with an error.
+
+    described: what must be the same in all processes, by its name in a message.
+
+    Raises the error of this process, or FxroundError for an error or another description of any process, in all of
+    them.
+    """
     said: list[Any] = [None] * mesh.size()
-    own = (f"{type(error).__name__}: {error}", {}) if entry is None else ("", _described(entry, pipeline))
-    dist.all_gather_object(said, own, group=group)
+    dist.all_gather_object(said, (_told(error), dict(described)), group=mesh.get_group())
     if error is not None:
         raise error
     failed = next((rank for rank, (failure, _) in enumerate(said) if failure), None)
@@ -58,8 +72,6 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
             f"{said[failed][0]}"
         )
     _require_equal([made for _, made in said], "processes share the model")
-    assert entry is not None
-    return entry
 
 
 def require_same(group: dist.ProcessGroup, doing: str, **own: object) -> None:
@@ -84,7 +96,12 @@ def _require_equal(said: Sequence[Mapping[str, str]], doing: str) -> None:
             )
 
 
-def _require_known_dtensor() -> None:
+def _told(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def require_known_dtensor() -> None:
+    """Raise CaptureError for a PyTorch whose DTensor does not pass the tests."""
     if torch.__version__ < SINCE:
         raise CaptureError(
             f"processes share the model, whose parameters are DTensors: this needs torch {SINCE} or later, "
@@ -92,12 +109,10 @@ def _require_known_dtensor() -> None:
         )
 
 
-def _described(entry: Entry, pipeline: Pipeline) -> dict[str, str]:
-    """Return what must be the same in all processes, by its name in a message."""
-    settings = f"strict={pipeline.strict} fuse={pipeline.fuse} unroll_loops={pipeline.unroll}"
-    parts = [_text(part) for part in graphs_of(entry.lowered)]
-    graph = _digest("\n".join(parts))
-    return _versions() | {"policy": _said(pipeline.policy), "setting": settings, "graph": graph}
+def described_settings(pipeline: Pipeline) -> dict[str, str]:
+    """Return the settings that must be the same in all processes, by their names in a message."""
+    setting = f"strict={pipeline.strict} fuse={pipeline.fuse} unroll_loops={pipeline.unroll}"
+    return _versions() | {"policy": _said(pipeline.policy), "setting": setting}
 
 
 def _versions() -> dict[str, str]:
@@ -107,6 +122,10 @@ def _versions() -> dict[str, str]:
 def _said(value: object) -> str:
     """Return a value in a message; of a policy, its name and a digest of its rules."""
     return f"{value.name!r} {_digest(repr(value.to_dict()))}" if isinstance(value, Policy) else str(value)
+
+
+def _graph(entry: Entry) -> str:
+    return _digest("\n".join(map(_text, graphs_of(entry.lowered))))
 
 
 def _text(graph: fx.GraphModule) -> str:

@@ -7,6 +7,7 @@ if its guards hold, and if what it read from outside is as it was. Any other cal
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,15 +20,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured, Dimension
+from fxround.capture.fully_sharded import whole_parameters
 from fxround.capture.numbers import Number, is_held, number_of
 from fxround.capture.processes import mesh_of
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.capture.torch_private import capturing
-from fxround.compiler.agreement import agreed
+from fxround.compiler.agreement import agreed, described_settings
 from fxround.compiler.capture_report import Capture, KeyedCall, mode_of, reason_for
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, owner_of
+from fxround.compiler.fully_sharded import FullySharded
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.signature import asked, is_opaque, kind, packed_kinds, require_arguments, require_dtypes
 from fxround.compiler.state_key import StateKeys
@@ -60,6 +63,7 @@ class Captures:
     ) -> None:
         self.source, self.delayed, self.path = source, delayed or DelayedState(), path
         self._lengths = lengths
+        self.sharded = FullySharded.of(source)
         self.recorded = [] if recorded is None else recorded
         self.latest: Entry | None = None
         self._by_key: dict[Any, list[Entry]] = {}
@@ -109,6 +113,8 @@ class Captures:
         them. constants: whether the numbers that the model has as attributes are constants of the graph.
         """
         require_computable()
+        if self.sharded is not None:
+            self.sharded.renew()
         record_outputs(self.source, kwargs)
         flat = flat or pytree.tree_flatten((args, kwargs))
         leaves = flat[0]
@@ -203,11 +209,12 @@ class Captures:
         return error
 
     def _made(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Entry:
-        return self._together(pipeline, lambda: self._made_here(pipeline, args, kwargs, key, constants))
+        with whole_parameters(self.source) if self.sharded is not None else contextlib.nullcontext():
+            return self._together(pipeline, lambda: self._made_here(pipeline, args, kwargs, key, constants))
 
     def _together(self, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
         """Return the entry that this process makes; processes that share the model must make the same."""
-        mesh = mesh_of(self.source)
+        mesh = None if self.sharded is not None else mesh_of(self.source)
         return make() if mesh is None else agreed(mesh, pipeline, make)
 
     def _made_here(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Entry:
@@ -251,4 +258,7 @@ class Captures:
     def _lowered(self, pipeline: Pipeline, captured: Captured) -> Entry:
         dtypes = {str(number): dtype for number, dtype in captured.numbers.items()}
         owners = tuple(owner_of(self.source, port, dtypes.get(port.name)) for port in captured.entering)
-        return pipeline.entry(captured, owners, self.delayed)
+        entry = pipeline.entry(captured, owners, self.delayed)
+        if self.sharded is None:
+            return entry
+        return replace(entry, sharded=self.sharded, settings=described_settings(pipeline))

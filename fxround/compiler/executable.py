@@ -21,7 +21,9 @@ from fxround.capture import Captured
 from fxround.capture.aliases import Alias
 from fxround.capture.numbers import as_operand
 from fxround.capture.processes import local
+from fxround.compiler.averages import Call
 from fxround.compiler.delayed_state import DelayedState
+from fxround.compiler.fully_sharded import FullySharded
 from fxround.compiler.rounded_aliases import rounded_once
 from fxround.compiler.training_step import TrainingStep, differentiable
 from fxround.errors import FxroundError, type_of
@@ -50,6 +52,8 @@ class Entry:
     step        if gradients are wanted, the two parts of the joint graph, which run in place of ``running``
     delayed     the delayed scales whose multipliers enter the graph, which ``state`` holds
     rounded     the results that share memory with an input or another result in the model, and are rounded here
+    sharded     the processes of ``fully_shard``, which have parts of the parameters
+    settings    what must be the same in all of them, in words
     """
 
     captured: Captured
@@ -61,6 +65,8 @@ class Entry:
     delayed: tuple[DelayedScale, ...] = ()
     state: DelayedState = field(default_factory=DelayedState)
     rounded: frozenset[int] = frozenset()
+    sharded: FullySharded | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, leaves: Sequence[Any], rng: Tensor, trains: bool = False, aliased: bool = True) -> Any:
         """Return the model's result for flat arguments; write the buffers and arguments that the model changes.
@@ -72,7 +78,7 @@ class Entry:
         Raises FxroundError if such a change would be visible through another input, and for tangents of forward-mode
         differentiation.
         """
-        inputs = self._gathered(leaves)
+        inputs = self._gathered(leaves, rng, trains)
         if self.delayed:
             inputs = [*inputs, *self.multipliers()]
         refuse_tangents(inputs, self.captured.reads)
@@ -231,17 +237,26 @@ class Entry:
         """Return state and arguments as they enter the graph, without negative bits."""
         return resolved(self._gathered(leaves))
 
-    def _gathered(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Return state and arguments in the order of the graph, as they are."""
+    def _gathered(self, leaves: Sequence[Any], rng: Tensor | None = None, trains: bool = False) -> Sequence[Any]:
+        """Return state and arguments in the order of the graph, as they are. rng, trains: those of a call."""
         try:
             inputs = self._read(leaves)
         except KeyError:  # a parameter or buffer that is held in another way now
             inputs = [leaves[port.index] if o is None else _tensor(*o) for port, o in self._owned]
         if self.is_shared:
             inputs = list(map(local, inputs))
+        if self.sharded is not None:
+            inputs = self.sharded.whole(inputs, self.settings, self._call(rng, trains))
         if self._changed:
             self._refuse_shared_memory(inputs)
         return inputs
+
+    def _call(self, rng: Tensor | None, trains: bool) -> Call:
+        """Return what the call of this process is in all processes. rng: that of this process."""
+        if rng is None or self.sharded is None or not trains:
+            return Call()
+        seed, sample = rng.tolist()
+        return Call(seed, sample - self.sharded.rank, True)
 
     @cached_property
     def is_shared(self) -> bool:

@@ -28,6 +28,7 @@ from fxround.capture.processes import local
 from fxround.capture.refusals import LeftToPython
 from fxround.capture.torch_private import capturing
 from fxround.compiler.capture_report import Capture, table_of
+from fxround.compiler.averages import OrderOfRanks
 from fxround.compiler.captures import Captures, Flat
 from fxround.compiler.delayed_state import SCALES, DelayedState
 from fxround.compiler.executable import Entry
@@ -115,6 +116,11 @@ class RoundedModule(Reaching):
         self.fuse, self.advance, self.unroll_loops = fuse, advance, unroll_loops
         self._captures = Captures(model, DelayedState.given(policy)) if captures is None else captures
         self._rank, self._world_size = 0, 1
+        sharded = self._captures.sharded
+        if sharded is not None:
+            self._rank, self._world_size = sharded.rank, sharded.size
+            numbers = {name: k for k, (name, _) in enumerate(model.named_parameters())}
+            sharded.averages = OrderOfRanks(policy, numbers, sharded.size, lambda: self.rng)
         self._repeats = Repeats()
         self._replay: Replay | None = None
         # The graphs of calls in eval mode of which a gradient was requested.
@@ -164,12 +170,15 @@ class RoundedModule(Reaching):
     def _called_with(self, args: Any, kwargs: Any, flat: Flat, wanted: bool) -> Any:
         try:
             with torch.set_grad_enabled(wanted and self.training):
-                entry = self._entry(args, kwargs, replays=True, flat=flat)
+                entry = self._entry(args, kwargs, replays=self._captures.sharded is None, flat=flat)
         except LeftToPython:
             return self._replayed().call(args, kwargs)
         if entry.captured.guards.grad_mode and torch.is_grad_enabled():
             return self.run(self._entry(args, kwargs, flat=flat), flat[0])
         if wanted and not self.training:
+            if entry.sharded is not None:
+                joint = self._entry(args, kwargs, flat=flat)
+                return self.run(joint, flat[0])
             return self._differentiable_in_eval(entry, args, kwargs)
         with torch.set_grad_enabled(wanted):
             return self.run(entry, flat[0])
@@ -255,7 +264,7 @@ class RoundedModule(Reaching):
         """
         with torch.set_grad_enabled(self.training and self._wants_gradients(pytree.tree_leaves((args, kwargs)))):
             try:
-                self._entry(args, kwargs, replays=True)
+                self._captures.entry(self._pipeline, args, kwargs, replays=True)
             except LeftToPython:
                 self._replayed().prepare(args, kwargs)
         return self
@@ -680,8 +689,13 @@ class RoundedModule(Reaching):
     def _entry(
         self, args: Any, kwargs: Any, replays: bool = False, flat: Flat | None = None, constants: bool = False
     ) -> Entry:
-        """Return the graph for these arguments; arguments and errors as of ``Captures.entry``."""
-        return self._captures.entry(self._pipeline, args, kwargs, replays, flat, constants)
+        """Return the graph for these arguments, to run it; arguments and errors as of ``Captures.entry``."""
+        try:
+            return self._captures.entry(self._pipeline, args, kwargs, replays, flat, constants)
+        except Exception as error:
+            if self._captures.sharded is not None:
+                self._captures.sharded.failed(error)
+            raise
 
     def _called(self, backward: bool | None = None) -> Entry:
         """Return the graph of the latest call. backward: whether it must have a backward pass."""
