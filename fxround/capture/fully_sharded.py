@@ -62,9 +62,22 @@ class Group:
         return bool(self.owner.reduce_grads)
 
 
+def _module_class() -> Any:
+    """Return the class of the modules; None where nothing has imported it."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def is_of_fsdp(model: nn.Module, name: str) -> bool:
+    """Whether an attribute of a model is a method that ``fully_shard`` gave to it."""
+    kind = _module_class()
+    if kind is None or not isinstance(model, kind):
+        return False
+    return next((c for c in type(model).__mro__ if name in vars(c)), None) is kind
+
+
 def modules_of(model: nn.Module) -> list[Any]:
     """Return the modules of a model that ``fully_shard`` was called for."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = _module_class()
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
@@ -204,7 +217,7 @@ def _restore(hooks: dict[int, Any], before: dict[int, Any]) -> None:
     hooks.update(before)
 
 
-def is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: Any) -> bool:
     """Whether calls of a module that ``fully_shard`` was called for run FSDP's hooks."""
     return any(key in hooks for hooks, key in _hooks([module]))
 

@@ -64,7 +64,7 @@ _DISTRIBUTED: Final = (
 )
 
 
-def distribution_of(value: object) -> str:
+def distribution_of(value: Any) -> str:
     """Return how a module is distributed over processes, in words; "" for one that is not."""
     for module, name, said in _DISTRIBUTED:
         kind = getattr(sys.modules.get(module), name, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class Averages(Protocol):
         """
         ...
 
+    @property
+    def needs_all(self) -> bool:
+        """Whether a parameter of which one process has a gradient needs one of every process."""
+        ...
+
     def draws(self, name: str, dtype: torch.dtype) -> bool:
         """Whether the average draws random bits, which are numbered by the elements of a whole parameter."""
         ...
@@ -72,14 +77,22 @@ class OrderOfRanks:
     """The average in the order of the ranks, of what the backward passes of a process have accumulated.
 
     policy: of sums and quotients of gradients. numbers: of the parameters, by their names. rng: the module's (seed,
-    sample).
+    sample). A process without a gradient of a parameter contributes zeros, as in PyTorch.
     """
+
+    needs_all = False
 
     def __init__(self, policy: Policy, numbers: dict[str, int], world_size: int, rng: Callable[[], Tensor]) -> None:
         self._policy, self._numbers, self._size, self._rng = policy, numbers, world_size, rng
         self._programs: dict[tuple[str, torch.dtype], Program] = {}
         self._accumulated: dict[str, Tensor] = {}
         self.said = f"the order of the ranks, {policy.name!r}"
+
+    @staticmethod
+    def of(module: Any, policy: Policy, world_size: int) -> OrderOfRanks:
+        """Return the average of a compiled module's parameters."""
+        numbers = {name: k for k, (name, _) in enumerate(module.named_parameters())}
+        return OrderOfRanks(policy, numbers, world_size, lambda: module.rng)
 
     def own(self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool) -> Tensor | None:
         """Add a gradient to those of earlier backward passes, as PyTorch does; return the sum if it is averaged now."""

@@ -45,7 +45,7 @@ class FullySharded:
     def __init__(self, model: nn.Module, mesh: Any) -> None:
         require_known_dtensor()
         self.model, self.mesh = model, mesh
-        self.rank, self.size = dist.get_rank(self._process_group()), mesh.size()
+        self.rank, self.size = dist.get_rank(self.group), mesh.size()
         self._groups: tuple[Group, ...] = ()
         self._names: dict[int, str] = {}
 
@@ -128,7 +128,7 @@ class FullySharded:
                     owned[-1][j] = self.averages.own(self._name(part), gradient, call, group.reduces)
                 except Exception as raised:  # the other processes must know of it, whatever it is
                     error = raised
-        waiting = [i for i, group in enumerate(groups) if group.reduces and any(_trained(group.parts))]
+        waiting = [i for i, group in enumerate(groups) if group.reduces and _trained(group.parts)]
         if error is not None and (self.size == 1 or not waiting):
             raise error
         made: list[list[Any]] = [[None] * len(group.parts) for group in groups]
@@ -171,9 +171,12 @@ class FullySharded:
                 for rank, piece in enumerate(pieces_of(whole, parts[j], self.size)):
                     layout.item(sent[rank], k, piece.shape).copy_(piece)
         rows = torch.empty_like(sent)
-        dist.all_to_all_single(rows, sent, group=self._process_group())
+        dist.all_to_all_single(rows, sent, group=self.group)
         self._require_same(rows, {}, error)
-        given = rows[:, _DIGEST + 1 : _DIGEST + 1 + len(parts)].any(0).tolist()
+        flags = rows[:, _DIGEST + 1 : _DIGEST + 1 + len(parts)].bool()
+        given = flags.any(0).tolist()
+        if self.averages.needs_all:
+            self._require_all(parts, given, flags.all(0).tolist())
         for k, j in enumerate(spread):
             if given[j]:
                 yield j, [layout.item(row, k, parts[j].shape(self.rank)) for row in rows]
@@ -183,10 +186,19 @@ class FullySharded:
             whole_rows = self._gathered(one.reshape(-1).view(torch.uint8))
             yield j, [row.view(p.dtype).view(p.shape) for row in whole_rows]
 
+    def _require_all(self, parts: Sequence[Part], some: Sequence[bool], every: Sequence[bool]) -> None:
+        """Raise FxroundError, in all processes, for a parameter of which some have a gradient and others none."""
+        for part, one, all_ in zip(parts, some, every, strict=True):
+            if one and not all_:
+                raise FxroundError(
+                    f"some processes have a gradient of {self._name(part)}, and others none: every parameter needs a "
+                    "gradient from each micro-batch"
+                )
+
     def _gathered(self, sent: Tensor) -> Tensor:
         """Return the bytes of all processes, a row for each."""
         rows = sent.new_empty(self.size, sent.numel())
-        dist.all_gather_into_tensor(rows.view(-1), sent, group=self._process_group())
+        dist.all_gather_into_tensor(rows.view(-1), sent, group=self.group)
         return rows
 
     def _require_same(self, rows: Tensor, described: Mapping[str, str], error: Exception | None = None) -> None:
@@ -202,8 +214,9 @@ class FullySharded:
     def _name(self, part: Part) -> str:
         return self._names[id(part.parameter)]
 
-    def _process_group(self) -> Any:
-        """Return the process group. Raises FxroundError if it is gone."""
+    @property
+    def group(self) -> Any:
+        """The process group. Raises FxroundError if it is gone."""
         try:
             group = self.mesh.get_group()
             dist.get_rank(group)
@@ -257,9 +270,9 @@ def _local(parameter: Any) -> Tensor:
     return part
 
 
-def _trained(parts: Sequence[Part]) -> Iterator[int]:
-    """Yield the positions of the parameters that require gradients."""
-    return (j for j, part in enumerate(parts) if part.parameter.requires_grad)
+def _trained(parts: Sequence[Part]) -> list[int]:
+    """Return the positions of the parameters that require gradients."""
+    return [j for j, part in enumerate(parts) if part.parameter.requires_grad]
 
 
 class _Whole(torch.autograd.Function):
@@ -281,6 +294,6 @@ class _Whole(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         return None, None, None, None, *ctx.shared.reduce(ctx.groups, ctx.call, gradients)

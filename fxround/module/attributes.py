@@ -18,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from fxround.capture.dynamo import is_of_a_trace
+from fxround.capture.fully_sharded import is_of_fsdp
 from fxround.capture.refusals import UNSHARDED
 from fxround.errors import CaptureError
 from fxround.module.stand_ins import plain, stand_in
@@ -111,7 +112,8 @@ def reached(compiled: Any, model: nn.Module, name: str) -> Any:
     """Return the model's attribute; a method runs with rounded calls. Raises AttributeError."""
     known = inspect.getattr_static(type(model), name, None)
     # A class method keeps the model's class, whose name may select a checkpoint.
-    if isinstance(known, classmethod | staticmethod):
+    # A method of FSDPModule sets how processes share the model itself.
+    if isinstance(known, classmethod | staticmethod) or is_of_fsdp(model, name):
         return getattr(model, name)
     itself = stand_in(compiled, model)
     if isinstance(known, property | functools.cached_property):

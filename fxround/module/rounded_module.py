@@ -27,8 +27,8 @@ from fxround.capture.dynamo import aside
 from fxround.capture.processes import local
 from fxround.capture.refusals import LeftToPython
 from fxround.capture.torch_private import capturing
-from fxround.compiler.capture_report import Capture, table_of
 from fxround.compiler.averages import OrderOfRanks
+from fxround.compiler.capture_report import Capture, table_of
 from fxround.compiler.captures import Captures, Flat
 from fxround.compiler.delayed_state import SCALES, DelayedState
 from fxround.compiler.executable import Entry
@@ -119,8 +119,6 @@ class RoundedModule(Reaching):
         sharded = self._captures.sharded
         if sharded is not None:
             self._rank, self._world_size = sharded.rank, sharded.size
-            numbers = {name: k for k, (name, _) in enumerate(model.named_parameters())}
-            sharded.averages = OrderOfRanks(policy, numbers, sharded.size, lambda: self.rng)
         self._repeats = Repeats()
         self._replay: Replay | None = None
         # The graphs of calls in eval mode of which a gradient was requested.
@@ -131,6 +129,8 @@ class RoundedModule(Reaching):
         self._apart: dict[str, RoundedModule] = {}
         self._calling = NO_METHOD
         super().__init__(model)
+        if sharded is not None:
+            sharded.averages = OrderOfRanks.of(self, policy, sharded.size)
         if is_plain(model):
             self.__dict__.update(names_of(model.function))
 

@@ -12,24 +12,26 @@ micro-batch 0 and of a number that counts parameters and pairs, which do not dep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fxround.compiler.averages import LAST_NODE, Call, rounding_of_gradients
 from fxround.errors import FxroundError
+from fxround.kernels.maps import draws
 from fxround.kernels.program import Program
 from fxround.module.rounded_module import RoundedModule
+from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
 
 # The samples of a seed (``random_state.following``).
 _SAMPLES: Final = 1 << 32
-# What no graph has draws from the last number downwards: a graph counts its nodes from 0.
-LAST_NODE: Final = (1 << 32) - 1
 
 
 @dataclass
@@ -56,10 +58,12 @@ class GradientTree:
     """Sums what the backward passes of one process accumulate, and then what the processes gathered.
 
     Args:
-        ddp: of a compiled module.
-        programs: of the sum of two gradients and of the quotient, by the names of parameters that require gradients.
+        module: the compiled module.
+        policy: of sums and quotients of gradients.
         micro_batches: S.
         rank, world_size: r and N.
+        apart: what a call that is not the last one of its process in a step belongs under, in words.
+        called_by: what calls the module, in words.
 
     Raises:
         ValueError: if S or N is no power of two, or N does not divide S.
@@ -67,40 +71,48 @@ class GradientTree:
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
-        programs: dict[str, tuple[Program, Program]],
+        module: RoundedModule,
+        policy: Policy,
         micro_batches: int,
         rank: int,
         world_size: int,
+        apart: str,
+        called_by: str,
     ) -> None:
         for what, count in (("micro_batches", micro_batches), ("the number of processes", world_size)):
             if count < 1 or count & (count - 1):
                 raise ValueError(f"{what} is {count}; expected a power of two")
         if micro_batches % world_size:
             raise ValueError(f"{world_size} processes cannot share {micro_batches} micro-batches evenly")
-        self.ddp, self.module = ddp, ddp.module
+        self.module, self._apart, self._called_by = module, apart, called_by
         self.micro_batches, self.rank, self.world_size = micro_batches, rank, world_size
         self.of_each = micro_batches // world_size
-        self._called_at, self._synchronizes = (-1, -1), False
-        self._sums: dict[int, _Sums] = {}
-        for number, (name, p) in enumerate(self.module.named_parameters()):
+        self.said = f"{micro_batches} micro-batches, {policy.name!r}"
+        self._sums: dict[str, _Sums] = {}
+        for number, (name, p) in enumerate(module.named_parameters()):
             if p.requires_grad:
-                self._sums[id(p)] = _Sums(name, number, *programs[name])
+                path = name.rpartition(".")[0]
+                add, div = (rounding_of_gradients(policy, path, p.dtype, operator) for operator in ("add", "div"))
+                pair, quotient = f"t0 = add(x0, x1) @ {add}", f"t0 = div(x0, {micro_batches}) @ {div}"
+                self._sums[name] = _Sums(name, number, Program.parse(pair), Program.parse(quotient))
 
-    def attach(self) -> None:
-        """See the calls of DDP's module, and what backward passes accumulate, from now on."""
-        self.ddp.register_forward_pre_hook(self._called)
-        for p in self.module.parameters():
-            if p.requires_grad:
-                p.register_hook(partial(self._require_no_gradient, p))
-                p.register_post_accumulate_grad_hook(self._receive)
+    @property
+    def needs_all(self) -> bool:
+        """True: a parameter needs a gradient of every micro-batch."""
+        return True
 
-    def average(self, parameter: Tensor, sums: list[Tensor]) -> Tensor:
+    def draws(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether sums or the quotient draw random bits."""
+        del dtype
+        own = self._known(name)
+        return any(draws(statement) for program in (own.add, own.divide) for statement in program.statements)
+
+    def average(self, name: str, gradients: Sequence[Tensor]) -> Tensor:
         """Return the gradient of a parameter, of the sums of all processes in the order of their ranks.
 
         Raises FxroundError if this process has not summed all of its micro-batches.
         """
-        own = self._sums[id(parameter)]
+        own, sums = self._known(name), list(gradients)
         if own.received != self.of_each:
             raise FxroundError(
                 f"the processes average the gradient of {own.name} after {own.received} of {self.of_each} "
@@ -111,27 +123,33 @@ class GradientTree:
         while width > 1:
             width //= 2
             sums = [self._add(own, width, i, sums[i], sums[i + width]) for i in range(width)]
-        return run_map(own.divide, sums, parameter.dtype, self._draw(own, 0))
+        return run_map(own.divide, sums, sums[0].dtype, self._draw(own, 0))
 
-    def _called(self, ddp: DistributedDataParallel, args: object) -> None:
-        del args
-        if ddp.training and torch.is_grad_enabled():
-            self._called_at, self._synchronizes = _rng(self.module), ddp.require_backward_grad_sync
-
-    def _require_no_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        del gradient
+    def require_no_gradient(self, name: str, parameter: Tensor) -> None:
+        """Raise FxroundError for a parameter that has a gradient before the backward pass of a micro-batch."""
         if parameter.grad is not None:
             raise FxroundError(
-                f"{self._sums[id(parameter)].name} has a gradient before the backward pass of a micro-batch; a sum in "
-                "a tree begins without one: call optimizer.zero_grad(set_to_none=True) before each step"
+                f"{name} has a gradient before the backward pass of a micro-batch; a sum in a tree begins without one: "
+                "call optimizer.zero_grad(set_to_none=True) before each step"
             )
 
-    def _receive(self, parameter: Tensor) -> None:
-        """Take a micro-batch's gradient from a parameter; the last one leaves the sum there, for DDP."""
-        if parameter.grad is None:  # of a parameter that a call did not use
-            return
-        own, micro_batch = self._sums[id(parameter)], self._micro_batch()
-        step = self._step(micro_batch)
+    def own(self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool) -> Tensor | None:
+        """Take the gradient of a parameter that has none yet; arguments and result as of ``receive``."""
+        if gradient is not None:
+            self.require_no_gradient(name, self.module.get_parameter(name))
+        return self.receive(name, gradient, call, synchronizes)
+
+    def receive(self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool) -> Tensor | None:
+        """Take a micro-batch's gradient; return the sum of those of this process with the last one, None before.
+
+        call: of the micro-batch. synchronizes: whether the processes average gradients after this backward pass.
+
+        Raises FxroundError for a step that is not made of such micro-batches.
+        """
+        if gradient is None:  # of a parameter that a call did not use
+            return None
+        own, micro_batch = self._known(name), self._micro_batch(call)
+        step = call.seed, call.sample - micro_batch * self.world_size
         if step != own.step:
             own.step, own.received = step, 0
             own.waiting.clear()
@@ -140,38 +158,45 @@ class GradientTree:
                 f"the gradient of {own.name} came from call {micro_batch + 1} of this process in the step, after "
                 f"{own.received} others: every micro-batch is one call of the model and one backward pass"
             )
-        if self._synchronizes != (micro_batch == self.of_each - 1):
+        if synchronizes != (micro_batch == self.of_each - 1):
             raise FxroundError(
                 f"micro-batch {micro_batch + 1} of {self.of_each} of this process was called "
-                f"{'outside of' if self._synchronizes else 'under'} ddp.no_sync(): all but the last belong under it, "
-                "the last one does not"
+                f"{'outside of' if synchronizes else 'under'} {self._apart}: all but the last belong under it, the "
+                "last one does not"
             )
         self._require_invariant()
-        total, place, width = parameter.grad, micro_batch, self.of_each
+        total, place, width = gradient, micro_batch, self.of_each
         own.received += 1
         while width > 1:
             width //= 2
             if place < width:
                 own.waiting[width, place] = total
-                parameter.grad = None
-                return
+                return None
             place -= width
             first = own.waiting.pop((width, place))
             total = self._add(own, width * self.world_size, place * self.world_size + self.rank, first, total)
-        parameter.grad = total
+        return total
 
-    def _micro_batch(self) -> int:
-        """Return which of this process's micro-batches the latest call was.
+    def _known(self, name: str) -> _Sums:
+        if name not in self._sums:
+            raise FxroundError(
+                f"{name} required no gradient when average_in_order was called: call it when parameters are as they "
+                "are trained"
+            )
+        return self._sums[name]
 
-        Raises FxroundError for a call that DDP did not see, and for samples that do not count micro-batches.
+    def _micro_batch(self, call: Call) -> int:
+        """Return which of this process's micro-batches a call was.
+
+        Raises FxroundError for a call that is not the latest one, and for samples that do not count micro-batches.
         """
-        seed, sample = self._called_at
+        seed, sample = call.seed, call.sample
         after, now = _rng(self.module)
         # A seed ends with its last sample.
         if ((after - (now == 0)) - seed, (now - sample) % _SAMPLES) != (0, self.world_size):
             raise FxroundError(
-                "a gradient came from a call of the model that DistributedDataParallel did not see, or from an earlier "
-                "one: call ddp(x), then backward, once for every micro-batch"
+                f"a gradient came from a call of the model that {self._called_by} did not see, or from an earlier one: "
+                "call it in training mode, then backward, once for every micro-batch"
             )
         if sample % self.world_size:
             raise FxroundError(
@@ -179,10 +204,6 @@ class GradientTree:
                 f"of {self.micro_batches}: call reseed(seed, sample=0) in every process before training"
             )
         return sample % self.micro_batches // self.world_size
-
-    def _step(self, micro_batch: int) -> tuple[int, int]:
-        seed, sample = self._called_at
-        return seed, sample - micro_batch * self.world_size
 
     def _require_invariant(self) -> None:
         """Raise FxroundError for a model whose calls change what later micro-batches compute."""
@@ -207,6 +228,37 @@ class GradientTree:
 
     def _draw(self, own: _Sums, pair: int) -> Draw:
         return Draw(*own.step, LAST_NODE - (own.number * self.micro_batches + pair))
+
+
+class TreeOfDDP:
+    """Passes the calls of a DistributedDataParallel, and what its backward passes accumulate, to a tree."""
+
+    def __init__(self, ddp: DistributedDataParallel, tree: GradientTree) -> None:
+        self.tree, self._called_at, self._synchronizes = tree, Call(-1, -1), False
+        self.names = {id(p): name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        ddp.register_forward_pre_hook(self._called)
+        for p in ddp.module.parameters():
+            if p.requires_grad:
+                p.register_hook(partial(self._require_no_gradient, p))
+                p.register_post_accumulate_grad_hook(self._receive)
+
+    def average(self, parameter: Tensor, sums: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of a parameter, of the sums of all processes in the order of their ranks."""
+        return self.tree.average(self.names[id(parameter)], sums)
+
+    def _called(self, ddp: DistributedDataParallel, args: object) -> None:
+        del args
+        if ddp.training and torch.is_grad_enabled():
+            self._called_at, self._synchronizes = Call(*_rng(ddp.module), True), ddp.require_backward_grad_sync
+
+    def _require_no_gradient(self, parameter: Tensor, gradient: Any) -> None:
+        del gradient
+        self.tree.require_no_gradient(self.names[id(parameter)], parameter)
+
+    def _receive(self, parameter: Tensor) -> None:
+        """Take a micro-batch's gradient from a parameter; the last one leaves the sum there, for DDP."""
+        name = self.names[id(parameter)]
+        parameter.grad = self.tree.receive(name, parameter.grad, self._called_at, self._synchronizes)
 
 
 def _rng(module: RoundedModule) -> tuple[int, int]:
