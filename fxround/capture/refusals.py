@@ -41,10 +41,10 @@ def refused_kind(tensor: torch.Tensor) -> str:
 
 
 UNSHARDED: Final = (
-    "fxround does not capture sharded and wrapped modules yet, but for parallelize_module's. Compile the module as it "
-    "is, and use DistributedDataParallel(fxround.compile(module)); or gather what is sharded "
-    "(tensor.full_tensor(), or get_model_state_dict of torch.distributed.checkpoint.state_dict with "
-    "full_state_dict=True), and compile an unsharded module that has loaded it."
+    "fxround captures the modules that parallelize_module and fully_shard share, and no wrapped ones: call fully_shard "
+    "for the module, then fxround.compile; or use DistributedDataParallel(fxround.compile(module)); or gather what is "
+    "sharded (get_model_state_dict of torch.distributed.checkpoint.state_dict with full_state_dict=True), and compile "
+    "an unsharded module that has loaded it."
 )
 _LOCAL_ARGUMENTS: Final = (
     "A compiled module takes the tensors of its process: pass tensor.to_local(), and let the plan say what it is "

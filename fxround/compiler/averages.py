@@ -40,8 +40,8 @@ class Call:
 
     def __str__(self) -> str:
         if not self.trains:
-            return "call that does not train"
-        return f"call that trains, with seed {self.seed} and sample {self.sample}"
+            return "one that does not train"
+        return f"one that trains, with seed {self.seed} and sample {self.sample}"
 
 
 class Averages(Protocol):

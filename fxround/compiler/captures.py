@@ -20,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured, Dimension
-from fxround.capture.fully_sharded import whole_parameters
+from fxround.capture.fully_sharded import modules_of, whole_parameters
 from fxround.capture.numbers import Number, is_held, number_of
 from fxround.capture.processes import mesh_of
 from fxround.capture.recorded_outputs import record_outputs
@@ -35,6 +35,7 @@ from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.signature import asked, is_opaque, kind, packed_kinds, require_arguments, require_dtypes
 from fxround.compiler.state_key import StateKeys
 from fxround.errors import CaptureError, NotCaptured
+from fxround.graph.site import Port
 from fxround.python_model.call_context import require_computable
 
 _AGAIN: Final = "a gradient was differentiated"
@@ -209,6 +210,10 @@ class Captures:
         return error
 
     def _made(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Entry:
+        if self.sharded is None and modules_of(self.source):
+            raise CaptureError(
+                f"fully_shard was called for {type(self.source).__name__} after fxround.compile: call it before"
+            )
         with whole_parameters(self.source) if self.sharded is not None else contextlib.nullcontext():
             return self._together(pipeline, lambda: self._made_here(pipeline, args, kwargs, key, constants))
 
@@ -261,4 +266,10 @@ class Captures:
         entry = pipeline.entry(captured, owners, self.delayed)
         if self.sharded is None:
             return entry
+        for alias in captured.aliases.values():
+            if isinstance(alias.base, Port) and alias.base.kind == "parameter":
+                raise CaptureError(
+                    f"the model returns {alias.base.name} itself, or a view of it, of which this process has a part: "
+                    "return a copy (.clone())"
+                )
         return replace(entry, sharded=self.sharded, settings=described_settings(pipeline))

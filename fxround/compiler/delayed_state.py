@@ -27,6 +27,15 @@ from fxround.runtime.run import run_map
 SCALES: Final = "fxround_scales."
 
 
+class Names:
+    """An object that has itself as an attribute under any name, as the names of values have no objects."""
+
+    def __getattr__(self, name: str) -> Names:
+        if name.startswith("__") or name == "_fqn_modifiers":
+            raise AttributeError(name)
+        return self
+
+
 class DelayedState:
     """The state by the names of values: [multiplier, largest magnitudes of the last steps, newest first].
 

@@ -30,10 +30,10 @@ def write_program(
     entry: the graph without gradients. joint: the one with gradients; None to write none. example: the arguments that
     both were captured for. Raises what ``RoundedModule.export`` raises.
     """
-    if entry.is_shared:
+    if entry.is_shared or entry.sharded is not None:
         raise FxroundError(
             "several processes share this model, and a file has the whole of one: export a compiled copy that is not "
-            "parallelized and has loaded the full state"
+            "shared and has loaded the full state"
         )
     source, rng, training = compiled.source, compiled.rng, compiled.training
     require_written((joint or entry).captured, joint is not None)

@@ -30,7 +30,7 @@ from fxround.capture.torch_private import capturing
 from fxround.compiler.averages import OrderOfRanks
 from fxround.compiler.capture_report import Capture, table_of
 from fxround.compiler.captures import Captures, Flat
-from fxround.compiler.delayed_state import SCALES, DelayedState
+from fxround.compiler.delayed_state import SCALES, DelayedState, Names
 from fxround.compiler.executable import Entry
 from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.samples_of_calls import CHANGING, NO_METHOD, CalledBy, give_back, take
@@ -41,7 +41,7 @@ from fxround.compiler.signature import (
     require_flag,
 )
 from fxround.compiler.training_step import TrainingStep, differentiable_later
-from fxround.errors import FxroundError, NotCaptured, type_of
+from fxround.errors import CaptureError, FxroundError, NotCaptured, type_of
 from fxround.exported.caches import Cached, caches_among, with_tensors
 from fxround.exported.program import RNG_BUFFER
 from fxround.faults.flip_table import Flips
@@ -171,7 +171,9 @@ class RoundedModule(Reaching):
         try:
             with torch.set_grad_enabled(wanted and self.training):
                 entry = self._entry(args, kwargs, replays=self._captures.sharded is None, flat=flat)
-        except LeftToPython:
+        except LeftToPython as error:
+            if self._captures.sharded is not None:
+                raise CaptureError(f"a model that fully_shard was called for has to be one graph. {error}") from error
             return self._replayed().call(args, kwargs)
         if entry.captured.guards.grad_mode and torch.is_grad_enabled():
             return self.run(self._entry(args, kwargs, flat=flat), flat[0])
@@ -364,6 +366,11 @@ class RoundedModule(Reaching):
         Empty before the first call, and without such scales.
         """
         return self._captures.delayed.copy().values
+
+    @property
+    def fxround_scales(self) -> Names:
+        """An object with any attributes: ``torch.distributed.checkpoint`` follows the keys of a state dict."""
+        return Names()
 
     def share_scales(self, group: Any = None) -> None:
         """Take the largest magnitudes of all processes for delayed scales, as TransformerEngine does.

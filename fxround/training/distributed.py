@@ -115,9 +115,7 @@ def _average_parts(module: RoundedModule, policy: Policy, micro_batches: int | N
     module.distribute(sharded.rank, sharded.size)
 
 
-def _require_same(
-    group: dist.ProcessGroup, module: RoundedModule, chosen: Policy, micro_batches: int | None
-) -> None:
+def _require_same(group: dist.ProcessGroup, module: RoundedModule, chosen: Policy, micro_batches: int | None) -> None:
     """Raise FxroundError in all processes that do not average the gradients of the same module in the same way."""
     seed, sample = module.rng.tolist()
     require_same(
