@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -175,6 +176,7 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
             found[case] = str(error)
     torch.save(found, f"{out}.{rank}")
     dist.barrier()
+    time.sleep(0.3)  # gloo may abort a process that ends at once (training.md)
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -69,6 +70,7 @@ def as_a_rank(store: str, out: str, rank: int, world_size: int) -> None:
             optimizer.step()
         trained[name] = [p.detach().clone() for p in ddp.parameters()], ddp.module.rng
     torch.save(trained, f"{out}.{rank}")
+    time.sleep(0.3)  # gloo may abort a process that ends at once (training.md)
     dist.destroy_process_group()
 
 
