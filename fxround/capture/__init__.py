@@ -40,7 +40,7 @@ from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.numbers import Number, asked_nothing, insert_numbers, with_tensors
 from fxround.capture.outside_reads import wrap_reads
 from fxround.capture.packed import as_tuples, packed_sequences
-from fxround.capture.processes import define_apart, finished_sums, require_sums_of_gradients
+from fxround.capture.processes import LOCAL, define_apart, finished_sums, part_gradients, require_sums_of_gradients
 from fxround.capture.refusals import (
     EXPECTED,
     RESULT,
@@ -52,6 +52,7 @@ from fxround.capture.refusals import (
 )
 from fxround.capture.repeated_blocks import traced_once
 from fxround.capture.rolls import as_pieces
+from fxround.capture.shared_choices import embedding, exact_choices
 from fxround.capture.sizes import Sizes, ask_arguments_for_sizes, sizes_of
 from fxround.capture.torch_private import (
     asked_sizes,
@@ -120,8 +121,7 @@ class _Traced:
     once: str
 
 
-# The attributes of a DTensor: the part of this process, and the mesh of all processes.
-_LOCAL: Final = "_local_tensor"
+# The attribute of a DTensor that is the mesh of all processes.
 _MESH: Final = "device_mesh"
 
 
@@ -346,6 +346,7 @@ def _trace(
         stack.enter_context(traced_ctc_losses())
         stack.enter_context(traced_least_squares())
         stack.enter_context(finished_sums(decompositions))
+        stack.enter_context(exact_choices(decompositions))
         try:
             graph, reads, noted = _graph_of(stack, model, args, kwargs, differentiable)
             returned = returned_by(graph, model, args, kwargs)
@@ -353,7 +354,7 @@ def _trace(
             outside = {read.source for read in reads if isinstance(read, Read)}
             refuse_reads(graph, outside)
             wrap_reads(model, graph, outside)
-            define_apart(model, graph)
+            define_apart(model, graph, {torch.nn.functional.embedding: embedding})
             redefine(graph, decompositions)
             own_loops(graph)
             if doubled and _excludes_one(graph):
@@ -374,6 +375,7 @@ def _trace(
             raise explained(model, e) from e
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
+    part_gradients(model, joint.graph_module)
     once = mark_constants(graph, joint.graph_module) if differentiable else ""
     return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, noted, aliases, once)
 
@@ -502,7 +504,7 @@ def _port(desc: Any) -> Port:
         return Port("parameter" if kind == "ParamAOTInput" else "buffer", name=desc.target)
     if kind in ("PlainAOTInput", "PlainAOTOutput"):
         return Port("argument" if kind == "PlainAOTInput" else "result", index=desc.idx)
-    if kind.startswith("SubclassGetAttr") and desc.attr == _LOCAL:
+    if kind.startswith("SubclassGetAttr") and desc.attr == LOCAL:
         return _shared(_port(desc.base))
     if kind == "GradAOTOutput":
         return replace(_port(desc.grad_of), kind="gradient")

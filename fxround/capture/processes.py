@@ -23,9 +23,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.errors import CaptureError
+from fxround.graph.values import evaluate
 
-_LIBRARY: Final = torch.library.Library("fxround", "FRAGMENT")
-_LIBRARY.define("sum_of_processes(Tensor x, str group, int processes) -> Tensor")
+# The attribute of a DTensor that is the part of this process.
+LOCAL: Final = "_local_tensor"
+LIBRARY: Final = torch.library.Library("fxround", "FRAGMENT")
+LIBRARY.define("sum_of_processes(Tensor x, str group, int processes) -> Tensor")
 
 
 def _added(x: Tensor, group: str, processes: int) -> Tensor:
@@ -35,8 +38,8 @@ def _added(x: Tensor, group: str, processes: int) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x, "sum", group))  # type: ignore[no-any-return]
 
 
-_LIBRARY.impl("sum_of_processes", _added, "CompositeExplicitAutograd")
-torch.library.register_fake("fxround::sum_of_processes", lambda x, group, processes: torch.empty_like(x), lib=_LIBRARY)
+LIBRARY.impl("sum_of_processes", _added, "CompositeExplicitAutograd")
+torch.library.register_fake("fxround::sum_of_processes", lambda x, group, processes: torch.empty_like(x), lib=LIBRARY)
 SUM_OF_PROCESSES: Final = torch.ops.fxround.sum_of_processes.default
 
 _ATEN: Final = torch.ops.aten
@@ -54,21 +57,23 @@ _WITH_SUMS: Final = (
     *(_ATEN.native_layer_norm_backward.default, _ATEN.linalg_vector_norm.default),
     _ATEN.embedding_dense_backward.default,
 )
-# DTensor (torch 2.13) computes them of each part of a dimension alone.
-_PREFIXES: Final = (_ATEN.cumsum.default, _ATEN.logcumsumexp.default)
+_UNFINISHED: Final = (
+    "a value that each process has a part of, which DTensor has not combined: fxround knows no order for it that does "
+    "not depend on the number of processes"
+)
 _ONE_DIMENSION: Final = (
     "fxround computes with meshes of one dimension: pass a part of the mesh, as mesh['tp'], to parallelize_module"
 )
 
 
-def _tensor_class() -> Any:
+def tensor_class() -> Any:
     """Return DTensor; None where nothing has imported it, so that there is no such tensor."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_shared(value: object) -> bool:
     """Whether a value is a DTensor: a tensor that several processes hold, in parts or as a whole."""
-    kind = _tensor_class()
+    kind = tensor_class()
     return kind is not None and isinstance(value, kind)
 
 
@@ -130,41 +135,64 @@ def finished_sums(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[
 
     decompositions: the formulas of composite operators.
     """
-    kind = _tensor_class()
+    kind = tensor_class()
     if kind is None:
         yield
         return
-    handlers: dict[Any, Callable[..., Any]] = dict.fromkeys((*_PRODUCTS, *_SUMS, *_WITH_SUMS), _finished)
+    handlers: dict[Any, Callable[..., Any]] = dict.fromkeys((*_PRODUCTS, *_SUMS, *_WITH_SUMS), finished)
     handlers[_ATEN._fused_rms_norm_backward.default] = _refused
-    handlers |= dict.fromkeys(_PREFIXES, _of_whole_lines)
     handlers |= {op: _by_formula(decompositions[op]) for op in _COMPOSITE if op in decompositions}
-    flatten = kind.__tensor_flatten__
+    flatten, to_local = kind.__tensor_flatten__, kind.to_local
+    uneven: list[CaptureError] = []
 
     def flattened(self: Any) -> Any:
         unfinished = [p for p in self.placements if p.is_partial()]
         if unfinished:
-            raise CaptureError(
-                f"a value leaves the graph as {unfinished[0]}, a sum over processes that DTensor has not finished, and "
-                "that has no order which does not depend on their number"
-            )
+            raise CaptureError(f"a value leaves the graph as {unfinished[0]}, {_UNFINISHED}")
         return flatten(self)
+
+    def part(self: Any, **kwargs: Any) -> Any:
+        uneven.extend(_uneven(self))
+        return to_local(self, **kwargs)
 
     with (
         mock.patch.dict(kind._op_dispatcher._custom_op_handlers, handlers),
         mock.patch.object(kind, "__tensor_flatten__", flattened),
+        mock.patch.object(kind, "to_local", part),
     ):
-        yield
+        try:
+            yield
+        finally:
+            if uneven:  # also where PyTorch has failed at it
+                raise uneven[0]
 
 
-def define_apart(model: nn.Module, graph: fx.GraphModule) -> None:
+def _uneven(tensor: Any) -> Iterator[CaptureError]:
+    """Yield an error for each dimension that processes share, but not evenly: a part does not show its place then."""
+    for placement, processes in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        size = tensor.shape[placement.dim] if placement.is_shard() else 0
+        if size % processes:
+            yield CaptureError(
+                f"{processes} processes cannot share dimension {placement.dim} of a tensor of shape "
+                f"{tuple(map(int, tensor.shape))} evenly: fxround computes with equal parts. Pass sequences whose "
+                f"length is a multiple of {processes} (padded, with a mask or ignore_index)"
+            )
+
+
+def define_apart(
+    model: nn.Module, graph: fx.GraphModule, functions: Mapping[Callable[..., Any], Callable[..., Any]]
+) -> None:
     """Replace what PyTorch computes in another way for DTensors by the operations of plain tensors, in Dynamo's graph.
 
     A function that reads its operand twice gets two conversions of it, so that the gradients of both reach the value
-    before, where one process adds them.
+    before, where one process adds them. functions: further ones, with those that replace them.
     """
     if mesh_of(model) is None:
         return
     for part in _parts(graph):
+        for function, instead in functions.items():
+            for node in part.graph.find_nodes(op="call_function", target=function):
+                node.target = instead
         for node in part.graph.find_nodes(op="call_function", target=torch.rms_norm):
             operand, *rest = node.args
             with part.graph.inserting_before(node):
@@ -176,6 +204,38 @@ def define_apart(model: nn.Module, graph: fx.GraphModule) -> None:
             node.replace_all_uses_with(new)
             part.graph.erase_node(node)
         part.recompile()
+
+
+def part_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
+    """Give each process the part of a gradient that belongs to its part of a parameter, in a joint graph.
+
+    DTensor may compute all of it in every process. Raises CaptureError for a gradient in other parts.
+    """
+    if mesh_of(model) is None:
+        return
+    output = graph.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for i, (node, desc) in enumerate(zip(results, output.meta["desc"], strict=True)):
+        name = getattr(getattr(getattr(desc, "base", None), "grad_of", None), "target", "")
+        parameter: Any = model.get_parameter(name) if name and desc.attr == LOCAL else None
+        if parameter is None or not isinstance(node, fx.Node):
+            continue
+        shape, own = tuple(node.meta["val"].shape), tuple(parameter._local_tensor.shape)
+        if shape == own:
+            continue
+        if shape != tuple(parameter.shape):
+            raise CaptureError(
+                f"the gradient of {name} is in parts of shape {shape}, and the parameter in parts of shape {own} "
+                f"({parameter.placements[0]}): let the plan share what the layer reads as it shares its weight"
+            )
+        dim = parameter.placements[0].dim
+        begin = parameter.device_mesh.get_local_rank() * own[dim]
+        with graph.graph.inserting_before(output):
+            part = graph.graph.call_function(_ATEN.slice.Tensor, (node, dim, begin, begin + own[dim]))
+        part.meta = dict(node.meta)
+        evaluate(graph, part)
+        results[i] = part
+    output.args = (tuple(results),)
 
 
 def _parts(graph: fx.GraphModule) -> Iterator[fx.GraphModule]:
@@ -281,20 +341,12 @@ def _by_formula(formula: Callable[..., Any]) -> Callable[..., Any]:
     return lambda op, args, kwargs: formula(*args, **kwargs)
 
 
-def _of_whole_lines(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute prefixes along a dimension, of which every process gets all elements if processes share it."""
-    x, dim, *_ = args
-    if not any(placement.is_shard(dim % max(x.ndim, 1)) for placement in x.placements):
-        return _finished(op, args, kwargs)
-    return op(_whole(x), *args[1:], **kwargs)
-
-
-def _finished(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def finished(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute an operator that sums; a sum over a shared dimension is finished.
 
     If the process has no part of the sum in the order of one process, it gets the operands of all, and computes it all.
     """
-    kind = _tensor_class()
+    kind = tensor_class()
     dispatcher = kind._op_dispatcher
     called = dispatcher.unwrap_to_op_info(op, args, kwargs)
     dispatcher.sharding_propagator.propagate(called)
@@ -306,7 +358,7 @@ def _finished(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise CaptureError(f"{op} sums over processes of a mesh of {mesh.ndim} dimensions. {_ONE_DIMENSION}.")
     read = sharding.redistribute_schema if sharding.needs_redistribute else called.schema
     if not _has_part(op, [s for s in read.args_schema if hasattr(s, "placements")], args, mesh.size()):
-        return op(*pytree.tree_map_only(kind, _whole, args), **pytree.tree_map_only(kind, _whole, kwargs))
+        return op(*pytree.tree_map_only(kind, whole, args), **pytree.tree_map_only(kind, whole, kwargs))
     part = dispatcher._dispatch_get_local_results_slow_path(op, args, called)
     total = SUM_OF_PROCESSES(part, mesh.get_group().group_name, mesh.size())
     return dispatcher.wrap(total, _replicated(sharding.output_spec))
@@ -319,8 +371,7 @@ def _has_part(op: Any, specs: list[Any], args: tuple[Any, ...], processes: int) 
     """
     if any(p.is_partial() for spec in specs for p in spec.placements):
         raise CaptureError(
-            f"{op} reads a sum over processes that DTensor has not finished, and that has no order which does not "
-            "depend on their number"
+            f"{op} reads {next(p for spec in specs for p in spec.placements if p.is_partial())}, {_UNFINISHED}"
         )
     if op not in _PRODUCTS and op not in _SUMS:
         return False
@@ -331,9 +382,23 @@ def _has_part(op: Any, specs: list[Any], args: tuple[Any, ...], processes: int) 
     return bool(plain and placement.dim % len(shape) == first and shape[first] % processes == 0)
 
 
-def _whole(tensor: Any) -> Any:
+def whole(tensor: Any) -> Any:
     """Return a DTensor that every process holds as a whole."""
     return tensor.redistribute(placements=_replicated(tensor._spec).placements)
+
+
+def replicated(like: Any, tensor: Tensor) -> Any:
+    """Return a tensor that every process holds as a whole as a DTensor on the mesh of another one."""
+    mesh = like.device_mesh
+    return tensor_class().from_local(tensor, mesh, _replicated(like._spec).placements, run_check=False)
+
+
+def parts_of(x: Any, dims: Sequence[int]) -> bool:
+    """Whether process r holds part r of an even division of one of these dimensions of a DTensor."""
+    if x.device_mesh.ndim != 1 or not _is_plain_shard(x.placements[0]):
+        return False
+    dim = x.placements[0].dim % max(x.ndim, 1)
+    return dim in dims and x.shape[dim] % x.device_mesh.size() == 0
 
 
 def _summed(op: Any, args: tuple[Any, ...], dims: int) -> list[int]:

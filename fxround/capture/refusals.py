@@ -83,6 +83,8 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
     for name, leaf in leaves:
         if is_shared(leaf):
             raise CaptureError(f"{name} is a DTensor. {_LOCAL_ARGUMENTS}")
+        if type(leaf).__name__ == "AsyncCollectiveTensor":
+            raise CaptureError(f"{name} is the result of a collective that may not have ended: pass tensor.clone()")
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -125,12 +127,11 @@ class LeftToPython(CaptureError):
                 f"  {assigned} is a buffer that is assigned another tensor. A graph keeps a change in place: "
                 f"{assigned}.copy_(...) or {assigned}.add_(...)."
             )
+        self.used = "\n".join([f"{type(model).__name__} uses Python objects that a graph cannot hold:", *lines, *more])
         super().__init__(
             "\n".join(
                 [
-                    f"{type(model).__name__} uses Python objects that a graph cannot hold:",
-                    *lines,
-                    *more,
+                    self.used,
                     "  A call of the compiled module does this in the way of torch.compile. To observe, evaluate or "
                     "export the model, return what it changes, register it as a buffer, or pass it as a tensor; "
                     "return tensors, tuples, lists or dicts (for transformers: pass use_cache=False).",
@@ -271,6 +272,7 @@ _OPERANDS: Final = re.compile(r"unsupported operand type\(s\) for (.+?): '(\w+)'
 _SCALARS_OF_NUMPY: Final = frozenset(each.__name__ for each in np.sctypeDict.values())
 # What PyTorch names where autograd.grad in a model would leave the graph: tensors that another computation made.
 _COMPUTED: Final = re.compile(r"inputs with external grad_fn: \[(.*)\]")
+_MIXED: Final = re.compile(r"(aten\.\w+)[.\w]*: got mixed torch.Tensor and DTensor")
 _REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
 
 
@@ -347,6 +349,13 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
     if refused and called:
         said = f"{refused[2]}\n  called  with {called}"
         advice = "pass arguments whose sizes fit together; a cache holds the batch that filled it: make a new one"
+    mixed = _MIXED.search(text)
+    if mixed:
+        said = f"{mixed[1]} reads a tensor of this process and one that several processes share (DTensor)"
+        advice = (
+            "let the plan convert what the layer reads (PrepareModuleInput), or convert it, as in "
+            "DTensor.from_local(tensor, mesh, [Replicate()])"
+        )
     return CaptureError(
         f"{type(model).__name__} cannot be captured as one graph.\n"
         f"  at      {where}\n  reason  {said}\n  change  {advice}"

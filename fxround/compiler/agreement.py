@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 SINCE: Final = "2.13"
 
 
-def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
+def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry], shapes: Sequence[Any] = ()) -> Entry:
     """Return the entry that ``make`` returns, after every process of a device mesh has made the same.
+
+    shapes: of the arguments in this process, which must be those in the others.
 
     Raises CaptureError for a PyTorch whose DTensor is not known, what ``make`` raises here, FxroundError in the other
     processes then, and in all of them if their entries differ.
@@ -47,8 +49,8 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry]) -> Entry:
         entry = make()
     except Exception as raised:  # the other processes must know of it, whatever it is
         error = raised
-    described = {} if entry is None else described_settings(pipeline) | {"graph": _graph(entry)}
-    require_agreement(mesh, described, error)
+    described = described_settings(pipeline) | {"list of argument shapes": str(list(shapes))}
+    require_agreement(mesh, described if entry is None else described | {"graph": _graph(entry)}, error)
     assert entry is not None
     return entry
 
@@ -59,10 +61,12 @@ def require_agreement(mesh: Any, described: Mapping[str, str], error: Exception 
     described: what must be the same in all processes, by its name in a message.
 
     Raises the error of this process, or FxroundError for an error or another description of any process, in all of
-    them.
+    them. Another description, which may have caused an error, comes first; a process with an error may lack some.
     """
     said: list[Any] = [None] * mesh.size()
     dist.all_gather_object(said, (_told(error), dict(described)), group=mesh.get_group())
+    names = [name for name in said[0][1] if all(name in made for _, made in said)]
+    _require_equal([{name: made[name] for name in names} for _, made in said], "processes share the model", error)
     if error is not None:
         raise error
     failed = next((rank for rank, (failure, _) in enumerate(said) if failure), None)
@@ -71,7 +75,6 @@ def require_agreement(mesh: Any, described: Mapping[str, str], error: Exception 
             f"process {failed} of the {mesh.size()} that share the model has an error, so that no process runs it: "
             f"{said[failed][0]}"
         )
-    _require_equal([made for _, made in said], "processes share the model")
 
 
 def require_same(group: dist.ProcessGroup, doing: str, **own: object) -> None:
@@ -85,15 +88,16 @@ def require_same(group: dist.ProcessGroup, doing: str, **own: object) -> None:
     _require_equal(said, doing)
 
 
-def _require_equal(said: Sequence[Mapping[str, str]], doing: str) -> None:
+def _require_equal(said: Sequence[Mapping[str, str]], doing: str, error: Exception | None = None) -> None:
+    """Raise FxroundError, caused by an error if there is one, if processes have said different things."""
     first = said[0]
     for rank, other in enumerate(said):
         changed = next((what for what in first if first[what] != other[what]), "")
         if changed:
             raise FxroundError(
                 f"{doing}, and process {rank} has another {changed} than process 0: {other[changed]}, not "
-                f"{first[changed]}. All of them need the same code, policy, seed and versions."
-            )
+                f"{first[changed]}. All of them need the same code, policy, seed, arguments and versions."
+            ) from error
 
 
 def _told(error: Exception | None) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
 from fxround.capture.dynamo import aside
-from fxround.capture.processes import local
+from fxround.capture.processes import local, mesh_of
 from fxround.capture.refusals import LeftToPython
 from fxround.capture.torch_private import capturing
 from fxround.compiler.averages import OrderOfRanks
@@ -174,7 +174,7 @@ class RoundedModule(Reaching):
         except LeftToPython as error:
             if self._captures.sharded is not None:
                 raise CaptureError(f"a model that fully_shard was called for has to be one graph. {error}") from error
-            return self._replayed().call(args, kwargs)
+            return self._replayed(error).call(args, kwargs)
         if entry.captured.guards.grad_mode and torch.is_grad_enabled():
             return self.run(self._entry(args, kwargs, flat=flat), flat[0])
         if wanted and not self.training:
@@ -213,7 +213,13 @@ class RoundedModule(Reaching):
         """Add a row to the table of ``captures``."""
         self._captures.record(capture)
 
-    def _replayed(self) -> Replay:
+    def _replayed(self, left: LeftToPython) -> Replay:
+        """Return what calls the model by torch.compile. Raises CaptureError for a model that processes share."""
+        if mesh_of(self.source) is not None:
+            raise CaptureError(
+                f"{left.used}\n  Processes share the model, so that torch.compile cannot do it either: return what the "
+                "model changes, register it as a buffer, or pass it as a tensor; return tensors, tuples, lists, dicts."
+            )
         if self._replay is None:
             with capturing():
                 self._replay = self._replay or Replay(self)
@@ -267,8 +273,8 @@ class RoundedModule(Reaching):
         with torch.set_grad_enabled(self.training and self._wants_gradients(pytree.tree_leaves((args, kwargs)))):
             try:
                 self._captures.entry(self._pipeline, args, kwargs, replays=True)
-            except LeftToPython:
-                self._replayed().prepare(args, kwargs)
+            except LeftToPython as error:
+                self._replayed(error).prepare(args, kwargs)
         return self
 
     @torch.no_grad()

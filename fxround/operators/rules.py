@@ -243,6 +243,7 @@ RULES: Final = MappingProxyType(
     | _TABLE
     | _rows("movement", "fxround", "marked marked_gradient")
     | _rows("reduction", "fxround", "sum_of_processes", _OF_A_GROUP)
+    | _rows("exact", "fxround", "extreme_of_processes")
     | _rows("movement", "_c10d_functional", "all_gather_into_tensor all_to_all_single wait_tensor")
     | _rows("opaque", "_c10d_functional", "all_reduce reduce_scatter_tensor", _OF_A_GROUP)
     | _rows("movement", "prims", "scalar_tensor")

@@ -21,6 +21,7 @@ from torch import fx
 
 from fxround.capture.gradient_marks import MARKED, MARKED_GRADIENT
 from fxround.capture.processes import SUM_OF_PROCESSES
+from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.graph.dialect import is_loop, loops_of
 from fxround.graph.site import (
     DIRECTION,
@@ -141,7 +142,7 @@ def _only_moves(node: fx.Node) -> bool:
         return False
     rule = rule_of(node)
     # The part of a sum that one process has draws what the whole draws in one process.
-    marks = (MARKED, MARKED_GRADIENT, SUM_OF_PROCESSES)
+    marks = (MARKED, MARKED_GRADIENT, SUM_OF_PROCESSES, EXTREME_OF_PROCESSES)
     return node.target in marks or (rule is not None and rule.kind == "movement")
 
 
@@ -319,7 +320,7 @@ def _role(node: fx.Node, kind: str, roles: Mapping[fx.Node, str]) -> str:
     if str(node.target) in CONSTANTS:
         return "constant"
     sources = {roles[n] for n in node.all_input_nodes if _yields_tensor(n) or n.op == "call_function"}
-    if node.target is SUM_OF_PROCESSES:
+    if node.target in (SUM_OF_PROCESSES, EXTREME_OF_PROCESSES):
         return sources.pop()
     if kind == "loop":
         return "error" if sources & _DIFFERENTIAL else "activation"

@@ -29,7 +29,7 @@ _ROUNDED = "; its result is rounded once"
 # The operators that choose some of many elements, and those by which gradients find the chosen ones.
 _CHOOSE: Final = (
     *("aten.amax.default", "aten.amin.default", "aten.median.default", "aten.nanmedian.default"),
-    *("aten.scatter_reduce.two", "aten.segment_reduce.default"),
+    *("aten.scatter_reduce.two", "aten.segment_reduce.default", "fxround.extreme_of_processes.default"),
 )
 _COMPARISONS: Final = ("aten.eq.Tensor", "aten._segment_reduce_backward.default")
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from fxround.capture.processes import SUM_OF_PROCESSES
+from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import AddProcesses, graphs_of, read
 from fxround.graph.dialect.blocks import BlockCall
@@ -42,15 +43,20 @@ def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
     """
     _refuse_scales(graph, plan)
     for node, place in sites(graph):
-        if node.target is not SUM_OF_PROCESSES:
+        if node.target not in (SUM_OF_PROCESSES, EXTREME_OF_PROCESSES):
             continue
-        part, group, processes = node.args
+        part, group, processes = node.args[:3]
         assert isinstance(part, fx.Node) and isinstance(group, str) and isinstance(processes, int)
+        made = site(part)
         if processes == 1:
             node.replace_all_uses_with(part)
             graph.graph.erase_node(node)
             continue
-        made = site(part)
+        if node.target is EXTREME_OF_PROCESSES:  # what rounds the maximum in one process rounds that of the parts
+            assert made is not None
+            node.meta[META] = replace(place, assignment=made.assignment, number=made.number)
+            part.meta[META] = replace(made, assignment=None, number=place.number)
+            continue
         if made is None or made.kind not in ("contraction", "reduction"):
             raise UnsupportedOperator(f"{place}: {processes} processes share a sum that fxround does not find")
         node.meta[META] = replace(place, assignment=made.assignment)

@@ -29,10 +29,12 @@ if torch.__version__ < agreement.SINCE:
 
 from parallel_models import MLP, batch_of, model_of, results, trained  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
@@ -60,6 +62,7 @@ CASES = {
     "MLP of bfloat16": ("reproducible_sharded",),
     "transformer": ("reproducible_sharded",),
     "llama": ("reproducible_sharded",),
+    "vocabulary": ("reproducible_sharded",),
 }
 
 
@@ -294,6 +297,78 @@ def test_dtensors_at_the_borders_of_the_model_are_refused(group: Callable[..., D
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), square, [Shard(0), Replicate()]))
     with pytest.raises(CaptureError, match="weight is a DTensor on a mesh of 2 dimensions"):
         prepared(layer, torch.ones(3, 4))
+
+
+def test_sequences_that_processes_cannot_share_evenly_are_refused(group: Callable[..., DeviceMesh]) -> None:
+    """Also after one that they can share, whose graph has symbolic sizes."""
+    plan = {
+        "0": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+        "1": SequenceParallel(use_local_output=True),
+    }
+    model = parallelize_module(nn.Sequential(nn.Embedding(5, 8), nn.LayerNorm(8)), group(2), plan)
+    compiled = prepared(model.requires_grad_(False), torch.ones(2, 6, dtype=torch.int64))
+    for length in (5, 1):
+        said = rf"2 processes cannot share dimension 1 of a tensor of shape \(2, {length}, 8\) evenly"
+        with pytest.raises(CaptureError, match=said):
+            compiled.prepare(torch.ones(2, length, dtype=torch.int64))
+    compiled.prepare(torch.ones(2, 8, dtype=torch.int64))
+    assert len(compiled.captures()) == 1
+
+
+def test_all_of_a_gradient_is_parted_as_its_parameter(group: Callable[..., DeviceMesh]) -> None:
+    """The second layer reads all features, so that DTensor computes all of its gradient in every process."""
+    plan = {
+        "0": ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        "1": RowwiseParallel(),
+    }
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), group(2, 1), plan)
+    compiled, x = fxround.compile(model, "reproducible_sharded"), torch.ones(3, 4)
+    compiled(x).sum().backward()
+    assert [tuple(p.grad.to_local().shape) for p in model.parameters()] == [(4, 4), (4,), (2, 4), (2,)]
+
+
+def test_a_changed_python_state_is_refused(group: Callable[..., DeviceMesh]) -> None:
+    model = model_of("MLP", group(2)).requires_grad_(False)
+    model.forward = lambda x: vars(model).update(calls=1) or MLP.forward(model, x)  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(CaptureError, match=r"(?s)changes .*calls.*Processes share the model, so that torch.compile"):
+        prepared(model, batch_of("MLP"))
+
+
+def test_other_arguments_of_another_process_are_found(
+    group: Callable[..., DeviceMesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def agree(said: list[Any], own: Any, group: Any = None) -> None:
+        said[:] = [own, (own[0], {**own[1], "list of argument shapes": "[(4, 24)]"})]
+
+    model = model_of("MLP", group(2))
+    monkeypatch.setattr(dist, "all_gather_object", agree)
+    with pytest.raises(
+        FxroundError, match=r"another list of argument shapes than process 0: \[\(4, 24\)\], not \[\(5, "
+    ):
+        prepared(model, batch_of("MLP"))
+
+
+def test_a_part_of_a_convolution_is_no_part_of_its_image(group: Callable[..., DeviceMesh]) -> None:
+    """DTensor would compute it for another image; every process computes all of it."""
+    mesh, layer = group(2), nn.Conv2d(3, 8, 3).requires_grad_(False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]), requires_grad=False)
+    layer.bias = nn.Parameter(distribute_tensor(layer.bias, mesh, [Shard(0)]), requires_grad=False)
+    with pytest.raises(CaptureError, match=r"aten.convolution reads a tensor of this process and one that several"):
+        prepared(layer, torch.ones(2, 3, 5, 5))
+    captured = prepared(_Shared(layer, mesh), torch.ones(2, 3, 5, 5)).graph.graph
+    (convolution,) = (node for node in captured.nodes if "convolution" in str(node.target))
+    assert convolution.meta["val"].shape[1:] == (8, 3, 3)
+
+
+class _Shared(nn.Module):
+    """A layer that reads a DTensor, and all of its result."""
+
+    def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.layer, self.mesh = layer, mesh
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(DTensor.from_local(x, self.mesh, [Replicate()])).full_tensor()
 
 
 def test_sums_whose_elements_do_not_follow_each_other_are_computed_by_all(group: Callable[..., DeviceMesh]) -> None:

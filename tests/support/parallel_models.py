@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -109,7 +110,40 @@ class Llama(nn.Module):
         return self.head(self.last(x))
 
 
-MODELS: dict[str, Any] = {"MLP": MLP, "MLP of bfloat16": MLP, "transformer": Transformer, "llama": Llama}
+class Vocabulary(nn.Module):
+    """A loss, with the rows of the embedding and the classes of the logits shared among processes."""
+
+    def __init__(self, processes: int = 1) -> None:
+        del processes
+        super().__init__()
+        self.embedding, self.positions, self.head = nn.Embedding(24, 16), nn.Embedding(8, 16), nn.Linear(16, 24)
+        with torch.no_grad():
+            self.embedding.weight[::2, ::2] = -0.0
+
+    plan: ClassVar = {
+        "embedding": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "positions": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "head": lambda: ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = torch.where(x.signbit(), x - 1, x)  # shows the sign of zero
+        logits = self.head(x[:, :-1] + self.positions(tokens[:, :-1] % 8)).flatten(0, 1)
+        labels = torch.where(tokens == 3, -100, tokens)[:, 1:].flatten()
+        with loss_parallel():
+            loss = F.cross_entropy(logits, labels)
+        total = loss + logits.amax(-1).mean()
+        return total.to_local() if isinstance(total, DTensor) else total
+
+
+MODELS: dict[str, Any] = {
+    "MLP": MLP,
+    "MLP of bfloat16": MLP,
+    "transformer": Transformer,
+    "llama": Llama,
+    "vocabulary": Vocabulary,
+}
 
 
 def dtype_of(name: str) -> torch.dtype:
