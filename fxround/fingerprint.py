@@ -53,5 +53,14 @@ def hash(x: Tensor | np.ndarray[Any, Any] | nn.Module) -> str:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return the values in the CPU's memory; a view may represent conjugate or negated values."""
+    """Return the values in the CPU's memory; a view may represent conjugate or negated values.
+
+    Raises TypeError for a DTensor of which this process has a part.
+    """
+    placements = getattr(x, "placements", None)
+    if placements is not None and not all(placement.is_replicate() for placement in placements):
+        raise TypeError(
+            f"x is a DTensor with the placements {placements}, of which this process has a part: pass "
+            "x.full_tensor(), in every process"
+        )
     return x.detach().cpu().resolve_conj().resolve_neg()

@@ -198,7 +198,7 @@ class FullySharded:
     def _gathered(self, sent: Tensor) -> Tensor:
         """Return the bytes of all processes, a row for each."""
         rows = sent.new_empty(self.size, sent.numel())
-        dist.all_gather_into_tensor(rows.view(-1), sent, group=self.group)
+        dist.all_gather_single(rows.view(-1), sent, group=self.group)
         return rows
 
     def _require_same(self, rows: Tensor, described: Mapping[str, str], error: Exception | None = None) -> None:

@@ -145,6 +145,10 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
         loss(first, size * i + rank).backward()
     trained = [p for p in first.parameters() if p.requires_grad]
     found["gradients"] = whole(p.grad for p in trained)
+    try:
+        fxround.hash(model)
+    except TypeError as error:
+        found["hash"] = str(error)
     assert all(p.grad.placements == p.placements for p in trained)
     first.zero_grad()
 
@@ -268,6 +272,10 @@ def test_gradients_are_averaged_in_the_order_of_the_ranks(ranks: list[dict[str, 
             total = np.add(total, totals[r][i])
         expected = torch.from_numpy(np.divide(total, np.float32(size)))
         assert all(same([found["gradients"][i]], [expected]) for found in ranks)
+
+
+def test_a_part_has_no_hash(ranks: list[dict[str, Any]]) -> None:
+    assert all("of which this process has a part: pass x.full_tensor(), in every process" in r["hash"] for r in ranks)
 
 
 def test_the_model_itself_still_runs(ranks: list[dict[str, Any]]) -> None:
