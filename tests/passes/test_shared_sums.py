@@ -27,7 +27,7 @@ if not dist.is_available() or not dist.is_gloo_available():
 if torch.__version__ < agreement.SINCE:
     pytest.skip("models that processes share need a later PyTorch", allow_module_level=True)
 
-from parallel_models import MLP, batch_of, model_of, results, trained  # noqa: E402
+from parallel_models import MLP, batch_of, model_of, results, resumed, trained  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
@@ -92,6 +92,7 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
             found[case] = str(error)
     for name in cases_of(size):
         found |= of_policies(name, mesh)
+    found["saved"] = resumed(fxround.compile(model_of("MLP", mesh), "reproducible_sharded"), f"{out}.checkpoint", True)
     torch.save(found, f"{out}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -118,12 +119,18 @@ class _Unfinished(nn.Module):
         return self.model(x) if x.sum() > 0 else None
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where processes put what they found; with another number of them, the same files are written again."""
+    return tmp_path_factory.mktemp("ranks")
+
+
 @pytest.fixture(
     scope="module", params=[2, pytest.param(4, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long)]
 )
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    size, place = request.param, tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", __file__, str(place / "store"), str(place / "out")]
+def ranks(request: pytest.FixtureRequest, place: Path) -> list[dict[str, Any]]:
+    size = request.param
+    command = [sys.executable, "-W", "ignore", __file__, str(place / f"store.{size}"), str(place / "out")]
     paths = [str(Path(fxround.__file__).parent.parent), str(Path(__file__).parents[1] / "support")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     started = [subprocess.Popen([*command, str(rank), str(size)], env=environment) for rank in range(size)]
@@ -148,6 +155,13 @@ def test_processes_have_the_bits_of_one(ranks: list[dict[str, Any]]) -> None:
 
 def encoded(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_resumes_what_several_saved(ranks: list[dict[str, Any]], place: Path) -> None:
+    one = resumed(fxround.compile(model_of("MLP"), "reproducible_sharded"), f"{place / 'out'}.checkpoint", False)
+    assert one.keys() == ranks[0]["saved"].keys()
+    assert all(torch.equal(found["saved"][key], one[key]) for found in ranks for key in one)
 
 
 def test_all_processes_end_with_an_error_if_one_of_them_differs(ranks: list[dict[str, Any]]) -> None:

@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read
+from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -197,6 +200,26 @@ def trained(name: str, compiled: nn.Module) -> dict[str, Tensor]:
         compiled(batch_of(name)).square().mean().backward()
         optimizer.step()
     return {f"trained {path}": whole(p.detach()) for path, p in compiled.named_parameters()}
+
+
+def resumed(compiled: nn.Module, path: str, saves: bool) -> dict[str, Tensor]:
+    """The weights after two steps of MLP, with a checkpoint between them that is written, or read for the second."""
+    optimizer = compile_optimizer(torch.optim.AdamW(compiled.parameters(), lr=0.01), "reproducible_sharded")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        compiled(batch_of("MLP")).square().mean().backward()
+        optimizer.step()
+
+    if saves:
+        step()
+    weights, states = get_state_dict(compiled, optimizer)
+    found: dict[str, Any] = {"model": weights, "optimizer": states}
+    (write if saves else read)(found, checkpoint_id=path)
+    if not saves:
+        set_state_dict(compiled, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    step()
+    return {name: whole(p.detach()) for name, p in compiled.named_parameters()}
 
 
 def whole(tensor: Any) -> Tensor:
