@@ -272,6 +272,8 @@ _OPERANDS: Final = re.compile(r"unsupported operand type\(s\) for (.+?): '(\w+)'
 _SCALARS_OF_NUMPY: Final = frozenset(each.__name__ for each in np.sctypeDict.values())
 # What PyTorch names where autograd.grad in a model would leave the graph: tensors that another computation made.
 _COMPUTED: Final = re.compile(r"inputs with external grad_fn: \[(.*)\]")
+# What PyTorch says where an operation of DTensors fails, and what it says of it.
+_OF_DTENSORS: Final = re.compile(r"with fake tensors: .*DTensor\(.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
 _MIXED: Final = re.compile(r"(aten\.\w+)[.\w]*: got mixed torch.Tensor and DTensor")
 _REFUSED_SIZES: Final = re.compile(r"when making fake tensor call.*got \w+\((['\"])(.*)\1\)", re.DOTALL)
 
@@ -349,6 +351,12 @@ def explained(model: torch.nn.Module, error: Exception, called: str = "", stack:
     if refused and called:
         said = f"{refused[2]}\n  called  with {called}"
         advice = "pass arguments whose sizes fit together; a cache holds the batch that filled it: make a new one"
+    inside = _OF_DTENSORS.search(text)
+    if inside:
+        said = inside[2].partition("\\n")[0]
+        advice = (
+            "PyTorch's DTensor does not compute this: use plain tensors here (to_local), or leave it out of the plan"
+        )
     mixed = _MIXED.search(text)
     if mixed:
         said = f"{mixed[1]} reads a tensor of this process and one that several processes share (DTensor)"

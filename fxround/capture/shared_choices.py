@@ -159,16 +159,14 @@ def _reduced_by(formula: Callable[..., Any], operand: int, place: int | None) ->
 
 
 def _loss_by(formula: Callable[..., Any], operand: int) -> Callable[..., Any]:
-    """Return the handler of a loss of chosen classes; plain tensors among its arguments are those of all processes."""
+    """Return the handler of a loss of chosen classes that processes share; its plain tensors are those of all."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x = next(a for a in args if is_shared(a))
-        args = tuple(replicated(x, a) if isinstance(a, Tensor) and not is_shared(a) else a for a in args)
         x = args[operand]
-        if not parts_of(x, [min(x.ndim - 1, 1)]):
+        if not is_shared(x) or not parts_of(x, [min(x.ndim - 1, 1)]):
             return finished(op, args, kwargs)
         with set_original_aten_op(op):
-            return formula(*args, **kwargs)
+            return formula(*(replicated(x, a) if isinstance(a, Tensor) and not is_shared(a) else a for a in args))
 
     return handler
 

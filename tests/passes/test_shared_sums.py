@@ -63,12 +63,13 @@ CASES = {
     "transformer": ("reproducible_sharded",),
     "llama": ("reproducible_sharded",),
     "vocabulary": ("reproducible_sharded",),
+    "maxima": ("reproducible_sharded",),
 }
 
 
 def cases_of(size: int) -> list[str]:
     """The models that are run by ``size`` processes."""
-    return [name for name in CASES if size > 2 or name != "transformer"]
+    return [name for name in CASES if size > 2 or name not in ("transformer", "maxima")]
 
 
 # ---- processes ----

@@ -135,9 +135,18 @@ class Vocabulary(nn.Module):
         logits = self.head(x[:, :-1] + self.positions(tokens[:, :-1] % 8)).flatten(0, 1)
         labels = torch.where(tokens == 3, -100, tokens)[:, 1:].flatten()
         with loss_parallel():
-            loss = F.cross_entropy(logits, labels)
-        total = loss + logits.amax(-1).mean()
-        return total.to_local() if isinstance(total, DTensor) else total
+            loss = self.of(logits, labels)
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels)
+
+
+class Maxima(Vocabulary):
+    """With the largest and the smallest logit in the loss."""
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().of(logits, labels) + (logits.amax(-1) * logits.amin(-1)).sum()
 
 
 MODELS: dict[str, Any] = {
@@ -146,6 +155,7 @@ MODELS: dict[str, Any] = {
     "transformer": Transformer,
     "llama": Llama,
     "vocabulary": Vocabulary,
+    "maxima": Maxima,
 }
 
 
@@ -175,7 +185,7 @@ def batch_of(name: str) -> Tensor:
 
 
 def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
-    """The result and the gradients of a training step, and a result without gradients; of MLP in eval mode too."""
+    """The result and the gradients of a training step; of most models, of MLP in eval mode too, one without them."""
     found = {}
     for mode in ("train", "eval") if name == "MLP" else ("train",):
         compiled.train(mode == "train")
@@ -187,6 +197,8 @@ def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
         found[f"{mode} result"] = whole(y.detach())
         named = [*compiled.named_parameters(), *([("x", x)] if x.is_floating_point() else [])]
         found |= {f"{mode} {path}": whole(p.grad) for path, p in named}
+    if name in ("vocabulary", "maxima"):
+        return found
     with torch.no_grad():
         found["no gradients"] = whole(compiled(batch_of(name)[:1]))
     return found
