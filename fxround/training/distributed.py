@@ -1,9 +1,9 @@
 """Data-parallel training: gradients of several processes are averaged in the order of their ranks.
 
-The formula is that of ``compiler.averages``. With DistributedDataParallel, every process gathers all gradients and
-computes it itself. The formula does not depend on DDP's buckets, so that neither their size nor the order in which they
-become ready changes a bit. With ``micro_batches=S`` it does not depend on the number of processes either
-(``gradient_tree``).
+The formula is that of ``compiler.averages``. With DistributedDataParallel, each process computes it for a part of the
+elements (``exchange``), or, if it draws random bits, gathers all gradients and computes it for all of them. The formula
+does not depend on DDP's buckets, so that neither their size nor the order in which they become ready changes a bit.
+With ``micro_batches=S`` it does not depend on the number of processes either (``gradient_tree``).
 """
 
 # No ``from __future__ import annotations``: DDP compares the annotations of its hook, which must not be texts.
@@ -19,22 +19,46 @@ from torch.nn.parallel import DistributedDataParallel
 from fxround.compiler.agreement import require_same
 from fxround.compiler.averages import LAST_NODE, OrderOfRanks, average_program
 from fxround.errors import type_of
+from fxround.kernels.maps import draws
 from fxround.kernels.program import Program
 from fxround.module.rounded_module import RoundedModule
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
+from fxround.training.exchange import Exchange
 from fxround.training.gradient_tree import GradientTree, TreeOfDDP
 
 
 @dataclass
 class _State:
-    """The state of the hook: the module, and the number and program of each parameter, by its id; or the tree."""
+    """The state of the hook: the module, and the number and program of each parameter, by its id; or the tree.
+
+    exchange: by which each process averages a part, None for a process alone.
+    """
 
     module: RoundedModule
     programs: dict[int, tuple[int, Program]]
     group: dist.ProcessGroup
+    exchange: Exchange | None
     tree: TreeOfDDP | None = None
+
+    def draws(self, parameter: Tensor) -> bool:
+        """Whether the average of a parameter's gradients draws random bits."""
+        if self.tree is not None:
+            return self.tree.draws(parameter)
+        return any(map(draws, self.programs[id(parameter)][1].statements))
+
+    def average(
+        self, parameter: Tensor, gradients: list[Tensor], seed: int, sample: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the average of some elements of the gradients of all processes, in the order of their ranks.
+
+        out: a row-major tensor for them.
+        """
+        if self.tree is not None:
+            return self.tree.average(parameter, gradients, out)
+        number, program = self.programs[id(parameter)]
+        return run_map(program, gradients, gradients[0].dtype, Draw(seed, sample, LAST_NODE - number), out)
 
 
 def average_in_order(
@@ -91,12 +115,13 @@ def average_in_order(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     chosen = chosen or module.policy
     _require_same(group, module, chosen, micro_batches)
+    exchange = Exchange(group) if world_size > 1 else None
     if micro_batches is None:
-        ddp.register_comm_hook(_State(module, _programs(module, chosen, world_size), group), _average)
+        ddp.register_comm_hook(_State(module, _programs(module, chosen, world_size), group, exchange), _average)
     else:
         said = "ddp.no_sync()", "DistributedDataParallel"
         tree = GradientTree(module, chosen, micro_batches, rank, world_size, *said)
-        state = _State(module, {}, group)
+        state = _State(module, {}, group, exchange)
         ddp.register_comm_hook(state, _average)
         state.tree = TreeOfDDP(ddp, tree)
     module.distribute(rank, world_size)
@@ -139,23 +164,37 @@ def _programs(module: RoundedModule, policy: Policy, world_size: int) -> dict[in
 
 
 def _average(state: _State, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's hook: gather the gradients of the bucket, then average them parameter by parameter."""
+    """DDP's hook: average the gradients of the bucket, parameter by parameter."""
+    # Random bits are numbered by the elements of whole parameters.
+    if state.exchange is None or bucket.buffer().device.type != "cpu" or any(map(state.draws, bucket.parameters())):
+        return _gathered(state, bucket)
+    buffer: Tensor = bucket.buffer()
+    places = [view.storage_offset() - buffer.storage_offset() for view in bucket.gradients()]
+    parameters, seed, sample = bucket.parameters(), *state.module.rng.tolist()
+
+    exchange = state.exchange
+
+    def averaging(first: int, parts: list[Tensor], out: Tensor) -> None:
+        for place, parameter in zip(places, parameters, strict=True):
+            start, end = (min(max(x - first, 0), len(out)) for x in (place, place + parameter.numel()))
+            state.average(parameter, [part[start:end] for part in parts], seed, sample, out[start:end])
+
+    return exchange.start(bucket, averaging)
+
+
+def _gathered(state: _State, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Gather the gradients of all processes, and average all of them in each."""
     buffer: Tensor = bucket.buffer()
     views: list[Tensor] = bucket.gradients()
     gathered = [torch.empty_like(buffer) for _ in range(dist.get_world_size(state.group))]
-    seed, sample = state.module.rng.tolist()
-    parameters = bucket.parameters()
+    parameters, seed, sample = bucket.parameters(), *state.module.rng.tolist()
 
     def average(done: Any) -> Tensor:
         done.value()
         for view, parameter in zip(views, parameters, strict=True):
             offset = view.storage_offset() - buffer.storage_offset()
             parts = [g.as_strided(view.shape, view.stride(), offset) for g in gathered]
-            if state.tree is not None:
-                view.copy_(state.tree.average(parameter, parts))
-                continue
-            number, program = state.programs[id(parameter)]
-            view.copy_(run_map(program, parts, view.dtype, Draw(seed, sample, LAST_NODE - number)))
+            view.copy_(state.average(parameter, parts, seed, sample))
         return buffer
 
     work = dist.all_gather(gathered, buffer, group=state.group, async_op=True)

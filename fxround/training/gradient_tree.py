@@ -40,6 +40,7 @@ class _Sums:
 
     number      of the parameter, among all parameters of the module
     add, divide the programs of a pair and of the quotient
+    all         the program of everything that is left after the processes have gathered, if it does not draw
     step        (seed, sample) of micro-batch 0 of the step that the sums belong to
     received    how many micro-batches of this process are in the sums
     waiting     the first of a pair whose second has not come, by (w, l)
@@ -49,6 +50,7 @@ class _Sums:
     number: int
     add: Program
     divide: Program
+    all: Program | None
     step: tuple[int, int] = (-1, -1)
     received: int = 0
     waiting: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -94,7 +96,10 @@ class GradientTree:
                 path = name.rpartition(".")[0]
                 add, div = (rounding_of_gradients(policy, path, p.dtype, operator) for operator in ("add", "div"))
                 pair, quotient = f"t0 = add(x0, x1) @ {add}", f"t0 = div(x0, {micro_batches}) @ {div}"
-                self._sums[name] = _Sums(name, number, Program.parse(pair), Program.parse(quotient))
+                programs = Program.parse(pair), Program.parse(quotient)
+                drawn = any(draws(statement) for program in programs for statement in program.statements)
+                whole = None if drawn else Program.parse(self._whole(add, div))
+                self._sums[name] = _Sums(name, number, *programs, whole)
 
     @property
     def needs_all(self) -> bool:
@@ -104,13 +109,12 @@ class GradientTree:
     def draws(self, name: str, dtype: torch.dtype) -> bool:
         """Whether sums or the quotient draw random bits."""
         del dtype
-        own = self._known(name)
-        return any(draws(statement) for program in (own.add, own.divide) for statement in program.statements)
+        return self._known(name).all is None
 
-    def average(self, name: str, gradients: Sequence[Tensor]) -> Tensor:
+    def average(self, name: str, gradients: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Return the gradient of a parameter, of the sums of all processes in the order of their ranks.
 
-        Raises FxroundError if this process has not summed all of its micro-batches.
+        out: a row-major tensor for it. Raises FxroundError if this process has not summed all of its micro-batches.
         """
         own, sums = self._known(name), list(gradients)
         if own.received != self.of_each:
@@ -119,11 +123,26 @@ class GradientTree:
                 "micro-batches of this process: every parameter needs a gradient from each micro-batch"
             )
         own.received = 0
+        dtype = sums[0].dtype
+        if own.all is not None:
+            return run_map(own.all, sums, dtype, self._draw(own, 0), out)
         width = self.world_size
         while width > 1:
             width //= 2
             sums = [self._add(own, width, i, sums[i], sums[i + width]) for i in range(width)]
-        return run_map(own.divide, sums, sums[0].dtype, self._draw(own, 0))
+        return run_map(own.divide, sums, dtype, self._draw(own, 0), out)
+
+    def _whole(self, add: str, divide: str) -> str:
+        """Return the program of the sums of all processes, in the order of their ranks, to the gradient."""
+        sums = [f"x{rank}" for rank in range(self.world_size)]
+        statements: list[str] = []
+        while len(sums) > 1:
+            half = len(sums) // 2
+            pairs = [f"t{len(statements) + i} = add({sums[i]}, {sums[i + half]}) @ {add}" for i in range(half)]
+            sums = [f"t{len(statements) + i}" for i in range(half)]
+            statements += pairs
+        quotient = f"t{len(statements)} = div({sums[0]}, {self.micro_batches}) @ {divide}"
+        return "; ".join([*statements, quotient])
 
     def require_no_gradient(self, name: str, parameter: Tensor) -> None:
         """Raise FxroundError for a parameter that has a gradient before the backward pass of a micro-batch."""
@@ -242,9 +261,13 @@ class TreeOfDDP:
                 p.register_hook(partial(self._require_no_gradient, p))
                 p.register_post_accumulate_grad_hook(self._receive)
 
-    def average(self, parameter: Tensor, sums: Sequence[Tensor]) -> Tensor:
+    def draws(self, parameter: Tensor) -> bool:
+        """Whether the average of a parameter's gradients draws random bits."""
+        return self.tree.draws(self.names[id(parameter)], parameter.dtype)
+
+    def average(self, parameter: Tensor, sums: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Return the gradient of a parameter, of the sums of all processes in the order of their ranks."""
-        return self.tree.average(self.names[id(parameter)], sums)
+        return self.tree.average(self.names[id(parameter)], sums, out)
 
     def _called(self, ddp: DistributedDataParallel, args: object) -> None:
         del args
