@@ -79,7 +79,8 @@ def average_in_order(
         policy: the policy for sums and quotients of gradients, as for ``fxround.compile``; None takes the module's own.
         micro_batches: S, how many micro-batches the processes share in each step: a power of two. Their gradients are
             summed in the order ``lanes:S``, and divided by S. A process keeps at most S / (2 N) gradients of each
-            parameter beside its own. None: each process has one batch, and the sum is in the order of the ranks.
+            parameter beside its own, and room for one more of each. None: each process has one batch, and the sum is in
+            the order of the ranks.
 
     Raises:
         FxroundError: in all processes, if they have other policies, seeds, samples, micro_batches or versions.
