@@ -27,26 +27,41 @@ _MARKS: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 class Part:
     """A parameter that ``fully_shard`` has sharded.
 
-    parameter   a DTensor of the whole shape, of which this process holds a part
+    parameter   a DTensor, of which this process holds a part
+    whole       the shape of what the processes share: of the parameter, or of a part by ``parallelize_module``
     dim         the dimension that the processes share: its first ``rows`` elements are the first process's, and so on
     rows        the last processes may have fewer, or none
+    parallel    the spec of the DTensor that ``parallelize_module`` has made; None for a plain parameter
     """
 
     parameter: nn.Parameter
+    whole: torch.Size
     dim: int
     rows: int
+    parallel: Any = field(default=None, repr=False)
 
     def start_and_size(self, rank: int) -> tuple[int, int]:
         """Return the first element along ``dim`` that a process has, and how many it has."""
-        length = self.parameter.shape[self.dim]
+        length = self.whole[self.dim]
         start = min(rank * self.rows, length)
         return start, min(self.rows, length - start)
 
     def shape(self, rank: int) -> torch.Size:
         """Return the shape of a process's part."""
-        sizes = list(self.parameter.shape)
+        sizes = list(self.whole)
         sizes[self.dim] = self.start_and_size(rank)[1]
         return torch.Size(sizes)
+
+    def stand_in(self) -> nn.Parameter:
+        """Return a parameter that is what the model has before ``fully_shard``, but for its numbers."""
+        p = self.parameter
+        made: Any = torch.empty(self.whole, dtype=p.dtype, device=p.device)
+        if self.parallel is not None:
+            mesh, placements, meta = self.parallel.mesh, self.parallel.placements, self.parallel.tensor_meta
+            made = _tensor_class().from_local(
+                made, mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride
+            )
+        return nn.Parameter(made, requires_grad=p.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -89,15 +104,19 @@ def _owners(modules: Sequence[Any]) -> list[Any]:
 
 def groups_of(model: nn.Module) -> tuple[Group, ...]:
     """Return the parameters that ``fully_shard`` has sharded, as groups, in the order of the model's modules."""
-    return tuple(
-        Group(tuple(_part(held.sharded_param) for held in owner.fsdp_params), owner)
-        for owner in _owners(modules_of(model))
-    )
+    return tuple(Group(tuple(_part(held) for held in owner.fsdp_params), owner) for owner in _owners(modules_of(model)))
 
 
-def _part(parameter: Any) -> Part:
-    (placement,), mesh = parameter.placements, parameter.device_mesh
-    return Part(parameter, placement.dim, -(-parameter.shape[placement.dim] // mesh.size()))
+def _part(held: Any) -> Part:
+    whole, dim = held._orig_size, held.fsdp_placement.dim
+    rows = -(-whole[dim] // held.mesh_info.mesh.size())
+    return Part(held.sharded_param, whole, dim, rows, held._unsharded_dtensor_spec)
+
+
+def _tensor_class() -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
 
 
 def mesh_of_groups(model: nn.Module) -> Any:
@@ -157,11 +176,6 @@ def _require_supported(owner: Any) -> None:
                 "a parameter that fully_shard has sharded is on the device meta: call model.to_empty(device=...) and "
                 "set the parameters before the first call"
             )
-        if len(parameter.placements) != 1 or type(parameter.placements[0]).__name__ != "Shard":
-            raise CaptureError(
-                f"a parameter that fully_shard has sharded has the placements {parameter.placements}; expected one "
-                "Shard: parallelize_module with fully_shard is not supported yet"
-            )
 
 
 def shard_again(model: nn.Module) -> None:
@@ -181,9 +195,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         shard_again(model)
         stand_ins: dict[int, nn.Parameter] = {}
         for part in (part for group in groups_of(model) for part in group.parts):
-            p = part.parameter
-            empty = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-            stand_ins[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+            stand_ins[id(part.parameter)] = part.stand_in()
         for module in model.modules():
             held: Any = module._parameters
             for name, parameter in list(held.items()):

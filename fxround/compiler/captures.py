@@ -214,14 +214,14 @@ class Captures:
             raise CaptureError(
                 f"fully_shard was called for {type(self.source).__name__} after fxround.compile: call it before"
             )
-        with whole_parameters(self.source) if self.sharded is not None else contextlib.nullcontext():
-            shapes = KeyedCall.of(args, kwargs, key).shapes
-            return self._together(pipeline, lambda: self._made_here(pipeline, args, kwargs, key, constants), shapes)
+        shapes = KeyedCall.of(args, kwargs, key).shapes
+        return self._together(pipeline, lambda: self._made_here(pipeline, args, kwargs, key, constants), shapes)
 
     def _together(self, pipeline: Pipeline, make: Callable[[], Entry], shapes: Sequence[Any] = ()) -> Entry:
         """Return the entry that this process makes; processes that share the model must make the same."""
-        mesh = None if self.sharded is not None else mesh_of(self.source)
-        return make() if mesh is None else agreed(mesh, pipeline, make, shapes)
+        with whole_parameters(self.source) if self.sharded is not None else contextlib.nullcontext():
+            mesh = mesh_of(self.source)
+            return make() if mesh is None else agreed(mesh, pipeline, make, shapes)
 
     def _made_here(self, pipeline: Pipeline, args: Any, kwargs: Any, key: Any, constants: bool) -> Entry:
         require_arguments(self.source, args, kwargs)

@@ -243,10 +243,10 @@ class Entry:
             inputs = self._read(leaves)
         except KeyError:  # a parameter or buffer that is held in another way now
             inputs = [leaves[port.index] if o is None else _tensor(*o) for port, o in self._owned]
-        if self.is_shared:
-            inputs = list(map(local, inputs))
         if self.sharded is not None:
             inputs = self.sharded.whole(inputs, self.settings, self._call(rng, trains))
+        if self.is_shared:
+            inputs = list(map(local, inputs))
         if self._changed:
             self._refuse_shared_memory(inputs)
         return inputs

@@ -48,6 +48,7 @@ class FullySharded:
         self.rank, self.size = dist.get_rank(self.group), mesh.size()
         self._groups: tuple[Group, ...] = ()
         self._names: dict[int, str] = {}
+        self._held: list[nn.Parameter] = []
 
     @staticmethod
     def of(model: nn.Module) -> FullySharded | None:
@@ -62,9 +63,10 @@ class FullySharded:
         """Find the parameters again; register parts where a call of the model itself has left whole ones."""
         shard_again(self.model)
         groups = groups_of(self.model)
-        if groups != self._groups:
+        held = [part.parameter for group in groups for part in group.parts]
+        if list(map(id, held)) != list(map(id, self._held)):
             mesh_of_groups(self.model)  # raises for settings that were made since
-            self._groups = groups
+            self._groups, self._held = groups, held
             self._names = {id(p): name for name, p in self.model.named_parameters()}
 
     def whole(self, inputs: Sequence[Any], described: Mapping[str, str], call: Call) -> list[Any]:
@@ -104,7 +106,7 @@ class FullySharded:
             if group is groups[0]:
                 self._require_same(rows, described)
             for j, part in enumerate(group.parts):
-                made.append(torch.empty(part.parameter.shape, dtype=part.parameter.dtype, device=sent.device))
+                made.append(torch.empty(part.whole, dtype=part.parameter.dtype, device=sent.device))
                 for rank, piece in enumerate(pieces_of(made[-1], part, self.size)):
                     piece.copy_(layout.item(rows[rank], j, piece.shape))
         return made
@@ -116,6 +118,7 @@ class FullySharded:
         None for a parameter that gets no gradient now: in no process, or because gradients are accumulated. Raises what
         a process raises in all of them.
         """
+        self._require_numbered(groups)
         given, error = iter(gradients), None
         owned: list[list[Tensor | None]] = []
         for group in groups:
@@ -136,6 +139,16 @@ class FullySharded:
             for j, contributions in self._exchanged(groups[i], owned[i], error):
                 made[i][j] = self._averaged(groups[i].parts[j], contributions)
         return [gradient for row in made for gradient in row]
+
+    def _require_numbered(self, groups: Sequence[Group]) -> None:
+        """Raise FxroundError for an average that draws by the elements of what ``parallelize_module`` has parted."""
+        for part in (part for group in groups for part in group.parts):
+            if part.whole != part.parameter.shape and self._is_whole(part):
+                raise FxroundError(
+                    f"the average of gradients of {self._name(part)}, of which parallelize_module gives this process a "
+                    "part, draws random bits, which would be those of the part: choose a deterministic policy for it, "
+                    "by average_in_order"
+                )
 
     def _averaged(self, part: Part, contributions: Sequence[Tensor]) -> Any:
         """Return the average of what the processes contributed: of whole gradients, or of the part of this process."""
@@ -182,9 +195,9 @@ class FullySharded:
                 yield j, [layout.item(row, k, parts[j].shape(self.rank)) for row in rows]
         for j in (j for j in shared if given[j]):
             p, whole = parts[j].parameter, own[j]
-            one = torch.zeros(p.shape, dtype=p.dtype, device=sent.device) if whole is None else whole.contiguous()
+            one = torch.zeros(parts[j].whole, dtype=p.dtype, device=sent.device) if whole is None else whole
             whole_rows = self._gathered(one.reshape(-1).view(torch.uint8))
-            yield j, [row.view(p.dtype).view(p.shape) for row in whole_rows]
+            yield j, [row.view(p.dtype).view(parts[j].whole) for row in whole_rows]
 
     def _require_all(self, parts: Sequence[Part], some: Sequence[bool], every: Sequence[bool]) -> None:
         """Raise FxroundError, in all processes, for a parameter of which some have a gradient and others none."""

@@ -30,13 +30,13 @@ if not dist.is_available() or not dist.is_gloo_available():
 if torch.__version__ < agreement.SINCE:
     pytest.skip("models that processes share need a later PyTorch", allow_module_level=True)
 
+from parallel_models import model_of  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
 from torch.distributed.checkpoint.state_dict_loader import load as read  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save as write  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import Shard  # noqa: E402
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: E402
 
 from fxround.training.distributed import average_in_order  # noqa: E402
 
@@ -94,17 +94,23 @@ def loss(model: nn.Module, number: int) -> Tensor:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, steps: range, rank: int = 0, size: int = 1) -> None:
-    own = range(rank, SHARED, size)
     for step in steps:
         optimizer.zero_grad()
-        for j in own:
-            if isinstance(model, nn.parallel.DistributedDataParallel):
-                with nullcontext() if j == own[-1] else model.no_sync():
-                    loss(model, step * SHARED + j).backward()
-                continue
-            model.set_requires_gradient_sync(j == own[-1])
+        for j in own_of(model, rank, size, SHARED):
             loss(model, step * SHARED + j).backward()
         optimizer.step()
+
+
+def own_of(model: Any, rank: int, size: int, shared: int) -> Iterator[int]:
+    """Yield the micro-batches of a process in a step; gradients of all but the last stay in the process."""
+    own = range(rank, shared, size)
+    for j in own:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            with nullcontext() if j == own[-1] else model.no_sync():
+                yield j
+        else:
+            model.set_requires_gradient_sync(j == own[-1])
+            yield j
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -172,6 +178,14 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
         train(compiled, optimizer, range(1, STEPS), rank, size)
         found[name] = whole(compiled.parameters()), compiled.rng
 
+    compiled, data = parallelized(size)
+    found["parallelized"] = whole(trained_together(compiled, data.get_local_rank(), data.size()).parameters())
+    average_in_order(compiled, DRAWN)
+    try:
+        loss_of_mlp(compiled, 0).backward()
+    except FxroundError as error:
+        found["drawn parts"] = str(error)
+
     for case, use in differing(first, model, rank).items():
         first.zero_grad()
         try:
@@ -182,6 +196,28 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
     dist.barrier()
     time.sleep(0.3)  # gloo may abort a process that ends at once (training.md)
     dist.destroy_process_group()
+
+
+def parallelized(size: int) -> tuple[Any, DeviceMesh]:
+    """A model of which two processes share each layer, and then the others the rest; the mesh of the latter."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = model_of("MLP", mesh["tensor"])
+    fully_shard(model, mesh=mesh["data"])
+    return fxround.compile(model, "reproducible_sharded", seed=SEED), mesh["data"]
+
+
+def trained_together(model: Any, rank: int = 0, size: int = 1) -> Any:
+    """The model after a step of four micro-batches."""
+    average_in_order(model, micro_batches=4)
+    for j in own_of(model, rank, size, 4):
+        loss_of_mlp(model, j).backward()
+    optimizer_of(model).step()
+    return model
+
+
+def loss_of_mlp(model: nn.Module, number: int) -> Tensor:
+    y: Tensor = model(torch.randn(3, 24, generator=torch.Generator().manual_seed(number)))
+    return y.square().mean()
 
 
 def differing(compiled: Any, model: nn.Module, rank: int) -> dict[str, Callable[[], Any]]:
@@ -211,7 +247,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Where the processes put what they found, and how many there were."""
     size, place = request.param, tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-W", "ignore", __file__, str(place / "store"), str(place / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(fxround.__file__).parent.parent)}
+    paths = [str(Path(fxround.__file__).parent.parent), str(Path(__file__).parents[1] / "support")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     started = [subprocess.Popen([*command, str(rank), str(size)], env=environment) for rank in range(size)]
     try:
         assert [process.wait(600) for process in started] == [0] * size
@@ -226,14 +263,20 @@ def ranks(place: tuple[Path, int]) -> list[dict[str, Any]]:
     return [torch.load(f"{place[0] / 'out'}.{rank}") for rank in range(place[1])]
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    store = tmp_path_factory.mktemp("alone") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    KEPT.append(dist.group.WORLD)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+# A thread of gloo's that is the last to hold a group aborts the process.
+KEPT: list[Any] = []
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -272,6 +315,17 @@ def test_gradients_are_averaged_in_the_order_of_the_ranks(ranks: list[dict[str, 
             total = np.add(total, totals[r][i])
         expected = torch.from_numpy(np.divide(total, np.float32(size)))
         assert all(same([found["gradients"][i]], [expected]) for found in ranks)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parallelized_model_has_the_weights_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    ddp = nn.parallel.DistributedDataParallel(fxround.compile(model_of("MLP"), "reproducible_sharded", seed=SEED))
+    want = whole(trained_together(ddp).parameters())
+    assert all(same(found["parallelized"], want) for found in ranks) and not same(
+        want, whole(model_of("MLP").parameters())
+    )
+    said = "of which parallelize_module gives this process a part, draws random bits"
+    assert all(said in found["drawn parts"] for found in ranks)
 
 
 def test_a_part_has_no_hash(ranks: list[dict[str, Any]]) -> None:
@@ -334,16 +388,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         CaptureError,
         "a mesh of 2 dimensions",
     ),
-    "parallelized": (lambda: parallelized(), CaptureError, "parallelize_module with fully_shard is not supported yet"),
     "meta": (lambda: fully_shard(nn.Linear(3, 3, device="meta")), CaptureError, "is on the device meta"),
     "python": (lambda: fully_shard(Counting()), CaptureError, "has to be one graph. .*"),
     "returned": (lambda: fully_shard(Returning()), CaptureError, "returns weight itself, or a view of it"),
 }
-
-
-def parallelized() -> Any:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
-    return fully_shard(parallelize_module(nn.Linear(3, 4), mesh["tensor"], ColwiseParallel()), mesh=mesh["data"])
 
 
 class Counting(nn.Linear):
@@ -407,10 +455,11 @@ def test_eval_mode_has_gradients_too(dim: int) -> None:
     assert weight.weight.grad is not None and torch.equal(other.weight.grad.full_tensor(), weight.weight.grad)
 
 
-def test_a_group_that_is_gone_is_reported(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    model: Any = fully_shard(nn.Linear(3, 3))
-    dist.destroy_process_group()
+@pytest.mark.usefixtures("alone")
+def test_a_group_that_is_gone_is_reported() -> None:
+    KEPT.append(dist.new_group([0]))
+    model: Any = fully_shard(nn.Linear(3, 3), mesh=DeviceMesh.from_group(KEPT[-1], "cpu"))
+    dist.destroy_process_group(KEPT[-1])
     with pytest.raises(FxroundError, match=r"the process group of the mesh .* was destroyed"):
         fxround.compile(model, "reproducible")
 
