@@ -383,7 +383,10 @@ def _has_part(op: Any, specs: list[Any], args: tuple[Any, ...], processes: int) 
 
 
 def whole(tensor: Any) -> Any:
-    """Return a DTensor that every process holds as a whole."""
+    """Return a DTensor that every process holds as a whole. Raises CaptureError for one that is not finished."""
+    unfinished = next((p for p in tensor.placements if p.is_partial()), None)
+    if unfinished is not None:
+        raise CaptureError(f"all processes need {unfinished}, {_UNFINISHED}")
     return tensor.redistribute(placements=_replicated(tensor._spec).placements)
 
 

@@ -50,6 +50,16 @@ _FORMULAS: Final = {
 }
 _LOSSES: Final = (_ATEN.nll_loss_forward.default, _ATEN.nll_loss2d_forward.default)
 _GRADIENTS_OF_LOSSES: Final = (_ATEN.nll_loss_backward.default, _ATEN.nll_loss2d_backward.default)
+# While traced, DTensor (torch 2.13) takes the operators with names like __and__ for operators in place, and returns
+# their first operand.
+_SPELLED: Final = {
+    getattr(getattr(_ATEN, f"__{name}__"), overload): getattr(getattr(_ATEN, spelled), other)
+    for name, spelled in (
+        *(("and", "bitwise_and"), ("or", "bitwise_or"), ("xor", "bitwise_xor")),
+        *(("lshift", "bitwise_left_shift"), ("rshift", "bitwise_right_shift")),
+    )
+    for overload, other in (("Tensor", "Tensor"), ("Scalar", "Tensor_Scalar" if "shift" in name else "Scalar"))
+}
 # DTensor (torch 2.13) takes a shared dimension of a convolution's weight for one of the image.
 _CONVOLUTIONS: Final = (_ATEN.convolution.default, _ATEN.convolution_backward.default)
 # Operators that need all elements along a dimension, of which DTensor (torch 2.13) computes some of parts alone.
@@ -78,6 +88,7 @@ def exact_choices(formulas: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
         **{op: _loss_by(formulas[op], 0) for op in _LOSSES},
         **{op: _loss_by(formulas[op], 1) for op in _GRADIENTS_OF_LOSSES},
         **{op: _of_whole_lines(known.get(op, finished)) for op in _OF_LINES},
+        **{op: _spelled(other) for op, other in _SPELLED.items()},
         **dict.fromkeys(_CONVOLUTIONS, _of_whole_operands),
         _ATEN.gather.default: _chosen,
         _ATEN.scatter.src: _placed,
@@ -153,7 +164,8 @@ def _reduced_by(formula: Callable[..., Any], operand: int, place: int | None) ->
         if not parts_of(x, _dims(x, None if place is None else args[place])):
             return finished(op, args, kwargs)
         with set_original_aten_op(op):
-            return formula(*args, **kwargs)
+            result = formula(*args, **kwargs)
+        return finished(op, args, kwargs) if result is NotImplemented else result  # integers have no formula
 
     return handler
 
@@ -181,6 +193,11 @@ def _of_whole_lines(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         return op(whole(x), *args[1:], **kwargs)
 
     return handler
+
+
+def _spelled(other: Any) -> Callable[..., Any]:
+    """Return the handler of an operator that is another one by its name."""
+    return lambda op, args, kwargs: other(*args, **kwargs)
 
 
 def _of_whole_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, Rule
+from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.compiler import agreement
 from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import AddProcesses, Sum
@@ -470,6 +471,34 @@ def test_prefixes_of_a_shared_dimension_are_those_of_the_whole(group: Callable[.
     captured = prepared(_Prefixes(layer), torch.ones(3, 4)).graph.graph
     (prefixes,) = (node for node in captured.nodes if "scan" in str(node.target) or "cumsum" in str(node.target))
     assert prefixes.meta["val"].shape[-1] == 8
+
+
+def test_a_maximum_over_processes_is_rounded_once(group: Callable[..., DeviceMesh]) -> None:
+    """By the rule of the model's operation, as in one process; the gradient looks for what was chosen."""
+    plan = ColwiseParallel(use_local_output=False)
+    policy = NO_SHARDS.with_rules(Rule(operator="aten.amax.default", rounding="bfloat16"))
+    largest = _Largest(parallelize_module(nn.Linear(4, 8), group(2), plan))
+    nodes = prepared(largest, torch.ones(3, 4), policy).graph.graph.nodes
+    (part,) = (node for node in nodes if "aten.amax" in str(node.target))
+    (chosen,) = (node for node in nodes if node.target is EXTREME_OF_PROCESSES)
+    assert list(part.users) == [chosen]
+    assert any("bfloat16" in str(user.args) for user in chosen.users)
+    assert chosen in _saved(nodes) and not any(user in _saved(nodes) for user in chosen.users)
+    assert sum("aten.bitwise_and" in str(node.target) for node in nodes) == 3  # what says which zero it is
+
+
+def _saved(nodes: Any) -> Any:
+    """What a forward graph returns for the backward one."""
+    return next(node for node in nodes if node.op == "output").args[0][1:]
+
+
+class _Largest(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).amax(-1).to_local()
 
 
 class _Prefixes(nn.Module):

@@ -90,7 +90,7 @@ class Llama(nn.Module):
 
     def __init__(self, processes: int = 1) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(20, 24), nn.Linear(24, 20)
+        self.embedding, self.head = nn.Embedding(20, 24), nn.Linear(24, 24)
         self.first, self.second, self.last = nn.RMSNorm(24), nn.RMSNorm(24), nn.LayerNorm(24)
         self.attention, self.gated = Attention(24, 8, processes), Gated()
 
