@@ -5,7 +5,7 @@ tuple holds positional arguments, a mapping keyword arguments, a tuple and a map
 along dimension 0. Any other iterable (a DataLoader) yields one of these per batch and is read once. The signature of
 the model decides whether the last part of a loader's batch is a target; a wrong number of parts is a TypeError, and so
 is a last part that may be a target or an optional argument. A tuple or a mapping and a tensor are all arguments and
-their target if the model does not take both, and a tuple, a dict and a tensor always are. ``batches`` says it for
+their target if the model does not take both, and a tuple, a dict and a target always are. ``batches`` says it for
 batches of any other form, by a function of the caller's.
 """
 
@@ -184,10 +184,6 @@ def _of_batch(model: nn.Module, batch: Any) -> ModelCall:
         raise TypeError(f"a batch is {type_of(batch)}; expected a tensor, a mapping, or a tuple of tensors")
     parts = tuple(batch)
     if tuple(map(type, parts[:-1])) in ((tuple, dict), (list, dict)):
-        if not isinstance(parts[-1], Tensor):
-            raise TypeError(
-                f"the target of a batch is {type_of(parts[-1])}; expected a tensor: join several by torch.cat"
-            )
         return ModelCall(tuple(parts[0]), parts[1], target=parts[-1])
     if _takes(model, parts):
         _require_needed(model, parts)

@@ -29,11 +29,11 @@ from fxround.errors import FxroundError, shown
 from fxround.significance.bits import require
 from fxround.significance.inputs import ModelCall
 from fxround.significance.observed import Key, Sample, Watch, compiled_for, sample_stream
+from fxround.significance.progress import LOGGER
 from fxround.significance.stopping import Stopped, workers
 
 # Each thread of a worker process keeps its own model, because running a model sets the model's sample.
 _KEPT: Final = threading.local()
-_PARENT: Final = os.getpid()
 
 
 # Pickled bytes as an array, which joblib sends to each worker once, and their digest.
@@ -66,22 +66,31 @@ class Pool:
     def ordered(self, work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield what ``work`` returns for the arguments of each task, in the order of the tasks.
 
-        Ctrl-C alone ends the results early. Raises what ``work`` raises, and FxroundError for a worker that died.
+        Ctrl-C alone ends the results early. If a worker dies, the tasks of its wave run once more. Raises what ``work``
+        raises, and FxroundError for a wave in which workers die twice.
         """
         rest = iter(tasks)
         while wave := list(islice(rest, self._wave)):
             try:
-                with workers():
-                    results = self._pool(self._delayed(work)(*task) for task in wave)
+                results = self._results(work, wave)
             except Stopped:
                 return
+            yield from (result for result, _ in zip(results, wave, strict=True))
+
+    def _results(self, work: Callable[..., Any], wave: list[tuple[Any, ...]]) -> list[Any]:
+        for last in (False, True):
+            try:
+                with workers():
+                    return list(self._pool(self._delayed(_worked)(os.getpid(), work, task) for task in wave))
             except BrokenProcessPool as error:
                 said = str(error).partition("\n")[0]
-                raise FxroundError(
-                    f"a worker process died, of {self._wave}; expected the results of all: {said} If memory is short, "
-                    "ask for fewer workers by n_jobs, or split the data by batch_size"
-                ) from error
-            yield from (result for result, _ in zip(results, wave, strict=True))
+                if last:
+                    raise FxroundError(
+                        f"worker processes died twice, of {self._wave}; expected the results of all: {said} If memory "
+                        "is short, ask for fewer workers by n_jobs, or split the data by batch_size"
+                    ) from error
+                LOGGER.warning("a worker process died, of %d; what they had to do is done again: %s", self._wave, said)
+        raise AssertionError("the last attempt returns or raises")
 
     def packed(self, value: Any) -> Packed:
         """Return a value for a task's arguments, which ``kept`` unpacks in a worker."""
@@ -103,7 +112,6 @@ class Workers(Pool):
 
 
 def _work(model: Packed, batch: Packed, number: int) -> list[tuple[Key, Any]]:
-    prepare_worker()
     compiled = kept("model", model, lambda parts: compiled_for(*parts))
     call, watch = kept("batch", batch, lambda parts: parts)
     compiled.prepare(*call.args, **call.kwargs)
@@ -124,7 +132,13 @@ def owned(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(memory_format=torch.contiguous_format), value)
 
 
-def prepare_worker() -> None:
+def _worked(parent: int, work: Callable[..., Any], task: tuple[Any, ...]) -> Any:
+    """Return what ``work`` returns in a worker of the process ``parent``."""
+    _prepare_worker(parent)
+    return work(*task)
+
+
+def _prepare_worker(parent: int) -> None:
     """Let a process of workers end at any moment: Ctrl-C reaches it, and its parent decides when to stop.
 
     It ignores Ctrl-C, and tqdm, which PyTorch uses, makes no semaphore for other processes, of whose loss the system's
@@ -133,5 +147,5 @@ def prepare_worker() -> None:
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is not None and not hasattr(bars, "_lock"):
         bars.set_lock(threading.RLock())
-    if os.getpid() != _PARENT and threading.current_thread() is threading.main_thread():
+    if os.getpid() != parent and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

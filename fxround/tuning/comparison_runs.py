@@ -22,7 +22,7 @@ from fxround.module.rounded_module import RoundedModule
 from fxround.policy import IDENTITY, Policy
 from fxround.significance.inputs import ModelCall
 from fxround.significance.observed import sample_number
-from fxround.significance.workers import Packed, Pool, kept, owned, prepare_worker
+from fxround.significance.workers import Packed, Pool, kept, owned
 from fxround.tuning.studies import digest, lines_of_graph
 
 
@@ -176,7 +176,6 @@ def _subject(parts: tuple[Any, int, Sequence[tuple[ModelCall, str]]]) -> _Subjec
 
 
 def _work(model: Packed, batch: Packed, policy: Policy, run: Run, seed: int, kernels: Kernels) -> tuple[Run, Outcome]:
-    prepare_worker()
     with kernels.active(), torch.random.fork_rng(), torch.no_grad():
         subject, call = kept("comparison", model, _subject), kept("batch", batch, lambda part: part)
         outcome = outcome_of(subject.under(policy), run, call, seed)

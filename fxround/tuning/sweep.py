@@ -28,7 +28,7 @@ from fxround.significance.inputs import positive
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import version_of
 from fxround.significance.stopping import interruptible
-from fxround.significance.workers import Packed, Pool, kept, prepare_worker, require_jobs
+from fxround.significance.workers import Packed, Pool, kept, require_jobs
 from fxround.tuning.comparison_runs import Kernels, said_of
 from fxround.tuning.studies import digest, read_file, reading, source_of
 from fxround.tuning.sweep_policies import Sweep, combined
@@ -276,7 +276,6 @@ class _Shared(Pool):
 
 
 def _work(given: Packed, kernels: Kernels, name: str, policy: Policy, seed: int) -> TrainingRun:
-    prepare_worker()
     with kernels.active():
         model, train = kept("training", given, lambda parts: parts)
         return trained(model, train, name, policy, seed)

@@ -83,6 +83,15 @@ def test_ground_truth_reaches_every_metric() -> None:
     assert table["bfloat16"].metric("label_flips").mean in [i / 6 for i in range(7)]
 
 
+def test_a_target_may_have_several_parts() -> None:
+    (call,) = calls(nn.Linear(2, 3), [((X,), {}, (X, {"y": Y}))])
+    assert call.args == (X,) and call.target[0] is X and call.target[1]["y"] is Y
+    report = fxround.compare(
+        nn.Linear(2, 2).eval(), [((X,), {}, (X, Y))], ["bfloat16"], lambda result, target: float(target[1].sum())
+    )
+    assert report["bfloat16"].metrics[0].mean == 15.0
+
+
 def test_batches_say_their_number_if_the_data_do() -> None:
     def endless() -> Iterator[Tensor]:
         yield X

@@ -57,6 +57,12 @@ def test_processes_give_the_same_report(net: nn.Module, alone: dict[str, Any]) -
     assert found(fxround.variability(net, X, n_jobs=2, **OPTIONS)) == alone
 
 
+def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
+    with Pool(2) as pool:
+        (ignored,) = pool.ordered(lambda: signal.getsignal(signal.SIGINT) == signal.SIG_IGN, [()])
+    assert ignored and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+
+
 @pytest.mark.usefixtures("cheap_workers")
 def test_threads_give_the_same_report(net: nn.Module, alone: dict[str, Any]) -> None:
     with joblib.parallel_config(backend="threading"):
@@ -159,9 +165,23 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
-    with Pool(2) as pool, pytest.raises(FxroundError, match=r"a worker process died, of 2.*fewer workers by n_jobs"):
+def test_workers_that_die_again_are_an_error_that_says_so() -> None:
+    with Pool(2) as pool, pytest.raises(FxroundError, match=r"died twice, of 2.*fewer workers by n_jobs"):
         list(pool.ordered(_die, [(), ()]))
+
+
+def test_what_a_lost_worker_had_to_do_is_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def work(number: int, mark: str) -> int:
+        if number == 2 and not os.path.exists(mark):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    with Pool(2) as pool:
+        assert list(pool.ordered(work, [(i, str(tmp_path / "mark")) for i in range(5)])) == [0, 1, 2, 3, 4]
+    assert [record.levelname for record in caplog.records if "a worker process died" in record.getMessage()] == [
+        "WARNING"
+    ]
 
 
 def test_processes_of_workers_start_out_of_reach_of_ctrl_c() -> None:
