@@ -219,7 +219,7 @@ class Captures:
 
     def _together(self, pipeline: Pipeline, make: Callable[[], Entry], shapes: Sequence[Any] = ()) -> Entry:
         """Return the entry that this process makes; processes that share the model must make the same."""
-        with whole_parameters(self.source) if self.sharded is not None else contextlib.nullcontext():
+        with whole_parameters(self.sharded.model) if self.sharded is not None else contextlib.nullcontext():
             mesh = mesh_of(self.source)
             return make() if mesh is None else agreed(mesh, pipeline, make, shapes)
 

@@ -23,6 +23,7 @@ from fxround.capture.fully_sharded import Group, Part, groups_of, mesh_of_groups
 from fxround.compiler.agreement import require_agreement, require_known_dtensor
 from fxround.compiler.averages import Averages, Call
 from fxround.errors import FxroundError
+from fxround.python_model.functions import Sharing
 
 # A buffer begins with a digest of what must be the same in all processes, a byte that says whether its process has an
 # error, and one for each parameter that says whether it has a gradient. What follows is aligned.
@@ -54,8 +55,10 @@ class FullySharded:
     def of(model: nn.Module) -> FullySharded | None:
         """Return the processes of a model; None if ``fully_shard`` was called for no part of it.
 
-        Raises CaptureError for settings of ``fully_shard`` that change what is computed.
+        A method has the parameters of its module. Raises CaptureError for settings of ``fully_shard`` that change what
+        is computed.
         """
+        model = model.source if isinstance(model, Sharing) else model
         mesh = mesh_of_groups(model)
         return None if mesh is None else FullySharded(model, mesh)
 
@@ -75,6 +78,8 @@ class FullySharded:
         described: what must be the same in all processes, in words. Raises FxroundError in all of them if it is not.
         """
         parameters = [part.parameter for group in self._groups for part in group.parts]
+        if call.trains:
+            self._require_shared(parameters)
         said = {**described, "average of gradients": self.averages.said, "call": str(call)}
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
             made = _Whole.apply(self, self._groups, said, call, *parameters)  # type: ignore[no-untyped-call]
@@ -82,6 +87,17 @@ class FullySharded:
             made = self.gather(self._groups, said)
         wholes = {id(p): tensor for p, tensor in zip(parameters, made, strict=True)}
         return [wholes.get(id(value), value) for value in inputs]
+
+    def _require_shared(self, parameters: Sequence[Tensor]) -> None:
+        """Raise FxroundError for parameters that each process would train for itself."""
+        shared = set(map(id, parameters))
+        others = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in shared]
+        if others and self.size > 1:
+            raise FxroundError(
+                f"fully_shard was not called for {others[0]}{' and others' if len(others) > 1 else ''}, whose gradient "
+                "would be that of this process alone: call fully_shard for the model itself, too, or let the parameter "
+                "require no gradient"
+            )
 
     def failed(self, error: Exception) -> None:
         """Say to the other processes, which wait in ``whole``, that this one has an error, which the caller raises."""

@@ -173,7 +173,11 @@ class RoundedModule(Reaching):
                 entry = self._entry(args, kwargs, replays=self._captures.sharded is None, flat=flat)
         except LeftToPython as error:
             if self._captures.sharded is not None:
-                raise CaptureError(f"a model that fully_shard was called for has to be one graph. {error}") from error
+                told = str(error).rpartition("\n")[0]
+                raise CaptureError(
+                    f"{told}\n  A model that fully_shard was called for has to be one graph, of tensors alone: return "
+                    "what it changes, or register it as a buffer (for transformers: pass use_cache=False)."
+                ) from error
             return self._replayed(error).call(args, kwargs)
         if entry.captured.guards.grad_mode and torch.is_grad_enabled():
             return self.run(self._entry(args, kwargs, flat=flat), flat[0])
