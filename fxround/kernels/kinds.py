@@ -23,13 +23,19 @@ word k div 32 shifted left by k mod 32.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final, TypeVar
 
 from fxround.numerics.arithmetic.forms.truncation import Direction
 from fxround.numerics.arithmetic.scalar import Expr, Function, Type
 from fxround.numerics.formats.storage import Storage
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.orders import Order
+
+
+# The same kernel of the elements of a part of a result, which draw by their numbers in the whole (``in_part``).
+_PART: Final = {True: ("part",), False: ()}
 
 
 def _digest(*parts: object) -> str:
@@ -64,6 +70,7 @@ class Map:
     draws: tuple[Word, ...]
     values: tuple[Expr, ...] = ()
     single: Map | None = None
+    parts: bool = False
 
     @property
     def nodes(self) -> int:
@@ -73,7 +80,7 @@ class Map:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest("map", self.body, self.loads, self.results, self.draws)
+        return _digest("map", self.body, self.loads, self.results, self.draws, *_PART[self.parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +122,13 @@ class Reduce:
     finish_draws: bool
     first: float = 0
     single: Reduce | None = None
+    parts: bool = False
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
         parts = (self.step, self.combine, self.finish, self.order, self.loads, self.result)
-        return _digest("reduce", *parts, self.draws, self.finish_draws, self.first)
+        return _digest("reduce", *parts, self.draws, self.finish_draws, self.first, *_PART[self.parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,12 +147,13 @@ class Scan:
     finish_draws: bool
     first: float = 0
     single: Scan | None = None
+    parts: bool = False
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
         parts = (self.step, self.finish, self.loads, self.result, self.draws, self.finish_draws, self.first)
-        return _digest("scan", *parts)
+        return _digest("scan", *parts, *_PART[self.parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +187,7 @@ class Contract:
     watched: bool = False
     quick: Contract | None = None
     single: Contract | None = None
+    parts: bool = False
 
     @property
     def streams(self) -> bool:
@@ -191,7 +201,7 @@ class Contract:
         randomness, hardware = (self.draws, self.finish_draws, self.coins), (self.direction, self.watched)
         # A contraction has chunks or shards, not both.
         parts = self.chunk if self.shards == 1 else f"shards:{self.shards}"
-        return _digest("contract", *functions, parts, self.loads, self.result, randomness, hardware)
+        return _digest("contract", *functions, parts, self.loads, self.result, randomness, hardware, *_PART[self.parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,11 +219,13 @@ class Scatter:
     accumulator: Type
     draws: bool
     single: Scatter | None = None
+    parts: bool = False
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest("scatter", self.lift, self.step, self.finish, self.loads, self.result, self.draws)
+        functions = (self.lift, self.step, self.finish)
+        return _digest("scatter", *functions, self.loads, self.result, self.draws, *_PART[self.parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,11 +242,28 @@ class Exact:
     loads: tuple[Storage]
     result: Storage
     draws: tuple[bool, bool]
+    parts: bool = False
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest("exact", self.read, self.finish, self.to_odd, self.loads, self.result, self.draws)
+        functions = (self.read, self.finish, self.to_odd)
+        return _digest("exact", *functions, self.loads, self.result, self.draws, *_PART[self.parts])
 
 
 Kernel = Map | Reduce | Scan | Contract | Scatter | Exact
+K = TypeVar("K", Map, Reduce, Scan, Contract, Scatter, Exact)
+
+
+def in_part(kernel: K) -> K:
+    """Return the kernel of elements that are a part of a result: they draw by their numbers in the whole.
+
+    Its key has the numbers of the part (``randomness.Part``) after those of the nodes.
+    """
+    return _in_part(kernel)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1024)
+def _in_part(kernel: Any) -> Any:
+    others = {name: getattr(kernel, name, None) for name in ("single", "quick")}
+    return replace(kernel, parts=True, **{name: in_part(other) for name, other in others.items() if other is not None})

@@ -229,7 +229,8 @@ class Plain:
     ) -> Plain:
         """The convolution of x and w that computes a call."""
         loads = (storage_of(w, "convolution's weight"), storage_of(x, "convolution's input"))
-        return Plain(call.kernel(loads), x, w, geometry, Draw.unread(call.rng, call.node), size)
+        draw = Draw.unread(call.rng, call.node)
+        return Plain(draw.of_part(call.kernel(loads)), x, w, geometry, draw, size)
 
     @property
     def is_empty(self) -> bool:
@@ -305,4 +306,5 @@ def weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Product:
     right = Right(groups, windows.group_step, k, _sums([windows.channels, windows.taps]), along=along)
     pixels = small.shape[2:].numel()
     left = small.detach().movedim(0, 1).reshape(groups, small.shape[1] // groups, small.shape[0] * pixels)
-    return Product(kernel, left, image, right, groups, Draw.unread(call.rng, call.node), size)
+    draw = Draw.unread(call.rng, call.node)
+    return Product(draw.of_part(kernel), left, image, right, groups, draw, size)

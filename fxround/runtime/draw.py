@@ -11,24 +11,26 @@ from torch import Tensor
 
 from fxround.errors import type_of
 from fxround.graph.dialect import require_state
+from fxround.kernels.kinds import K, in_part
+from fxround.numerics.arithmetic.randomness import Part
 
 _WORD: Final = (1 << 32) - 1
-_KEY: Final = ctypes.c_uint32 * 4
 # The random key that is passed to a kernel that draws nothing.
-NO_KEY: Final = _KEY()
+NO_KEY: Final = (ctypes.c_uint32 * 4)()
 
 
 @dataclass(frozen=True)
 class Draw:
     """What a kernel's random bits depend on: seed (0 to 2^63 - 1), sample (0 to 2^32 - 1) and the number of the node.
 
-    state: the tensor (seed, sample) of a device, which only a kernel of the device reads; ``seed`` and ``sample`` are
-    then 0. Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
+    part: where the elements stand in the whole that they are a part of; None: they are the whole. state: the tensor
+    (seed, sample) of a device, which only a kernel of the device reads; ``seed`` and ``sample`` are then 0. Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
     """
 
     seed: int = 0
     sample: int = 0
     node: int = 0
+    part: Part | None = None
     state: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -44,28 +46,32 @@ class Draw:
     def of(rng: Tensor, node: int) -> Draw:
         """The draw of a node, from the run-time tensor (seed, sample), int64 of shape [2]."""
         require_state(rng)
-        seed, sample = rng.tolist()
-        return Draw(seed, sample, node)
+        seed, sample, *numbers = rng.tolist()
+        return Draw(seed, sample, node, Part(*numbers) if numbers else None)
 
     @staticmethod
     def unread(rng: Tensor, node: int) -> Draw:
         """The draw of a node, for a kernel that runs where its operands are: a state on a device is not read here."""
         if rng.is_cpu:
             return Draw.of(rng, node)
-        require_state(rng)
+        require_state(rng, parts=False)
         return Draw(node=node, state=rng)
+
+    def of_part(self, kernel: K) -> K:
+        """The kernel that draws by these numbers: for a part, the one that reads where its elements stand."""
+        return kernel if self.part is None else in_part(kernel)
 
     def read(self) -> Draw:
         """The draw with its seed and sample as numbers, for which the host waits if they are on a device."""
         return self if self.state is None else Draw.of(self.state, self.node)
 
     def key(self) -> Any:
-        """Seed, sample and node as a C array of four u32."""
-        return _KEY(*self.read().words((self.node,)))
+        """Seed, sample and node as a C array of four u32, then the numbers of a part."""
+        return self.keys((self.node,))
 
     def keys(self, nodes: Sequence[int]) -> Any:
-        """Seed and sample in three u32, then one u32 for each of the nodes (at least one), as a C array."""
-        words = self.read().words(nodes or (0,))
+        """Seed and sample in three u32, one u32 for each of the nodes (at least one), a part's numbers; a C array."""
+        words = (*self.read().words(nodes or (0,)), *(word for n in self.part or () for word in (n & _WORD, n >> 32)))
         return (ctypes.c_uint32 * len(words))(*words)
 
     def words(self, nodes: Sequence[int]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxround.graph import dialect
-from fxround.graph.dialect import CALLS, LIBRARY, AddProcesses, Call, Fused, Pointwise, ProgramCall
+from fxround.graph.dialect import CALLS, LIBRARY, AddProcesses, Call, Fused, Pointwise, ProgramCall, StateOfPart
 from fxround.runtime.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
 from fxround.runtime.cpu import convolution, matmul, reduction_ops
 from fxround.runtime.cpu.contraction import Pending
@@ -41,7 +41,10 @@ def pointwise(call: Pointwise[Tensor]) -> Tensor:
     kernel = call.kernel(_loads(call))
     if kernel is None:
         return run_parts(call.program, call.xs, call.results, Draw.of(call.rng, call.node), None)[0]
-    return run_kernel(kernel, call.xs, Draw.of(call.rng, call.node).key() if kernel.draws else NO_KEY)[0]
+    if not kernel.draws:
+        return run_kernel(kernel, call.xs, NO_KEY)[0]
+    draw = Draw.of(call.rng, call.node)
+    return run_kernel(draw.of_part(kernel), call.xs, draw.key())[0]
 
 
 def fused(call: Fused[Tensor]) -> list[Tensor]:
@@ -57,6 +60,11 @@ def add_processes(call: AddProcesses[Tensor]) -> Tensor:
     parts = gathered(call.x, call.group, call.processes)
     sums: Tensor = _PARTWISE(Pointwise(parts, call.program, call.x.dtype, call.rng, call.node))
     return sums
+
+
+def state_of_part(call: StateOfPart[Tensor]) -> Tensor:
+    """The random state of a part of a result."""
+    return torch.cat([call.rng, torch.tensor([int(n) for n in call.numbers], dtype=torch.int64)])
 
 
 def _loads(call: ProgramCall[Tensor]) -> Any:
@@ -95,6 +103,7 @@ _KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
     dialect.HadamardTransform: hadamard,
     dialect.Iterations: iterations,
     dialect.PackedLengths: packed_lengths,
+    dialect.StateOfPart: state_of_part,
     **reduction_ops.KERNELS,
 }
 _TEXTS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {

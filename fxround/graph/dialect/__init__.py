@@ -17,7 +17,7 @@ from fxround.graph.dialect.blocks import (
     HadamardTransform,
     block_sizes,
 )
-from fxround.graph.dialect.call import CALLS, LIBRARY, NAMESPACE, Call, T, read, require_state
+from fxround.graph.dialect.call import CALLS, LIBRARY, NAMESPACE, STATE, Call, T, read, require_state
 from fxround.graph.dialect.contractions import (
     ContractionCall,
     Convolution,
@@ -40,7 +40,7 @@ from fxround.graph.dialect.loops import (
     read_loop,
 )
 from fxround.graph.dialect.maps import FUSED, MAPS, POINTWISE, Fused, Pointwise, ProgramCall, read_map
-from fxround.graph.dialect.processes import AddProcesses
+from fxround.graph.dialect.processes import AddProcesses, StateOfPart
 from fxround.graph.dialect.reductions import Cumprod, Cumsum, Prod, ReductionCall, ScanCall, Sum
 from fxround.graph.dialect.scatters import IndexPut, ScatterAdd, ScatterCall
 
@@ -55,6 +55,7 @@ __all__ = [
     "NAMESPACE",
     "POINTWISE",
     "SCAN",
+    "STATE",
     "WHILE",
     "AddProcesses",
     "BlockExpand",
@@ -82,6 +83,7 @@ __all__ = [
     "ScanCall",
     "ScatterAdd",
     "ScatterCall",
+    "StateOfPart",
     "Sum",
     "T",
     "block_sizes",

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from fxround.graph.dtypes import STORAGES, stored_as
 from fxround.graph.geometry import Geometry, Sizes
+from fxround.numerics.arithmetic.randomness import Part
 from fxround.numerics.formats.storage import Storage
 
 NAMESPACE: Final = "fxround"
@@ -187,9 +188,14 @@ def shared(known: dict[Any, Tensor]) -> Iterator[None]:
         _SHARED.known = None
 
 
-def require_state(rng: Tensor) -> None:
-    """Raise ValueError unless ``rng`` is a run-time tensor (seed, sample)."""
-    if rng.dtype != torch.int64 or rng.shape != (2,):
+# The numbers of a random state: seed and sample, and those of a part of a result (``dialect.processes.StateOfPart``).
+STATE: Final = 2
+STATE_OF_PART: Final = STATE + len(Part._fields)
+
+
+def require_state(rng: Tensor, parts: bool = True) -> None:
+    """Raise ValueError unless ``rng`` is a run-time tensor (seed, sample). parts: or that of a part of a result."""
+    if rng.dtype != torch.int64 or not (rng.shape == (STATE,) or (parts and rng.shape == (STATE_OF_PART,))):
         raise ValueError(
             f"the random state is a {rng.dtype} tensor of shape {tuple(rng.shape)}; expected int64 (seed, sample)"
         )

@@ -6,13 +6,16 @@ add_processes(x, "tp", 2, "binary32/nearest_even/inf", "binary32/nearest_even/in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from fxround.graph.dialect.call import Call, T, empty, operator, require_state
+from fxround.graph.dialect.call import STATE, Call, T, empty, operator, require_state
+from fxround.graph.geometry import Sizes
 from fxround.kernels import from_text
 from fxround.kernels.kinds import Map
 from fxround.kernels.program import Program
+from fxround.numerics.arithmetic.randomness import Part
 from fxround.numerics.formats.storage import Storage
 
 
@@ -49,6 +52,27 @@ class AddProcesses(Call[T]):
         self.kernel(self.loads())
         require_state(self.rng)
         return empty(self.x, self.x.shape)
+
+
+@operator("state_of_part")
+@dataclass(frozen=True)
+class StateOfPart(Call[T]):
+    """The random state (seed, sample) of a part of a result: with the numbers of ``randomness.Part``, [7]."""
+
+    rounds: ClassVar[bool] = False
+
+    rng: T
+    numbers: Sizes
+
+    def kernel(self, loads: tuple[Storage, ...]) -> None:
+        """Return None: nothing is computed."""
+
+    def fake(self: StateOfPart[Tensor]) -> Tensor:
+        """Return an int64 tensor [7]."""
+        require_state(self.rng, parts=False)
+        if len(self.numbers) != len(Part._fields):
+            raise ValueError(f"a part has {len(Part._fields)} numbers, got {len(self.numbers)}")
+        return empty(self.rng, (STATE + len(Part._fields),))
 
 
 def tree_of(count: int, accumulate: str, rounding: str) -> str:

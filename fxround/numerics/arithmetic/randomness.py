@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from fxround.numerics.arithmetic.scalar import Expr, Function, const, narrow, param, widen
 
@@ -54,6 +54,21 @@ WIDTHS: Final = (1, 16, 32)
 BLOCK: Final = 64
 STREAM_DRAW: Final = 0xFFFF
 ITERATION_DRAW: Final = 0xFFFE
+
+
+class Part(NamedTuple):
+    """Where the elements of a part of a result stand in the whole, whose numbers they draw by.
+
+    A part has runs of ``chunk`` elements of the whole, one after the other: its element e is number e + (e div chunk)
+    skip + first. A sum of which it has some shards has ``shards`` shards in the whole, and the part begins with number
+    ``shard``.
+    """
+
+    chunk: int
+    skip: int
+    first: int
+    shards: int
+    shard: int
 
 
 @dataclass(frozen=True)

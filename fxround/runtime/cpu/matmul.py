@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect import Call, Matmul
+from fxround.graph.dialect import STATE, Call, Matmul
 from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.kernels import from_text
-from fxround.kernels.kinds import Contract
+from fxround.kernels.kinds import Contract, in_part
 from fxround.runtime.contractions import TABLES, Right
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Contraction, Pending
@@ -62,7 +62,8 @@ def bound_matmul(call: Matmul[Tensor]) -> Bound:
     """The product for all operands of these layouts, until the instruction set or the number of threads changes."""
     a, b = _stored(call)
     stored = STORAGES[a.dtype]
-    return _bound_by(a, b, from_text.contract(call.accumulate, call.rounding, (stored, stored), stored))
+    kernel = from_text.contract(call.accumulate, call.rounding, (stored, stored), stored)
+    return _bound_by(a, b, kernel if len(call.rng) == STATE else in_part(kernel))
 
 
 def run_chain(call: Matmul[Tensor], kernel: Contract) -> Tensor:

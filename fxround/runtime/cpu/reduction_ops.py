@@ -27,7 +27,8 @@ def reduce(call: ReductionCall[Tensor]) -> Tensor:
     reduced = call.reduced()
     kernel = call.kernel((storage_of(call.x, f"{call.name}'s operand"),))
     run: Callable[..., Tensor] = run_exact if isinstance(kernel, Exact) else run_reduce
-    return run(kernel, call.x, Draw.of(call.rng, call.node), reduced).reshape(call.size())
+    draw = Draw.of(call.rng, call.node)
+    return run(draw.of_part(kernel), call.x, draw, reduced).reshape(call.size())
 
 
 def scan(call: ScanCall[Tensor]) -> Tensor:
@@ -35,13 +36,15 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     x = call.x
     kernel = call.kernel((storage_of(x, f"{call.name}'s operand"),))
     (axis,) = dims_of(x, [call.dim]) or (0,)
-    return run_scan(kernel, x if x.dim() else x.reshape(1), Draw.of(call.rng, call.node), axis).reshape(x.shape)
+    draw = Draw.of(call.rng, call.node)
+    return run_scan(draw.of_part(kernel), x if x.dim() else x.reshape(1), draw, axis).reshape(x.shape)
 
 
 def scatter(call: ScatterCall[Tensor]) -> Tensor:
     """``x`` with its contributions added, in the order of their source."""
     kernel = call.kernel(call.loads())
-    return run_scatter(kernel, call.x, contributions_of(call), Draw.of(call.rng, call.node))
+    draw = Draw.of(call.rng, call.node)
+    return run_scatter(draw.of_part(kernel), call.x, contributions_of(call), draw)
 
 
 KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {

@@ -33,9 +33,9 @@ from fxround.runtime.cpu.llvm.loops import (
     with_sizes,
 )
 from fxround.runtime.cpu.llvm.render import literal, llvm_type, splat
-from fxround.runtime.cpu.llvm.shards import each_shard, numbered
+from fxround.runtime.cpu.llvm.shards import each_shard
 from fxround.runtime.cpu.llvm.steps import Steps, WaitingSums
-from fxround.runtime.cpu.llvm.streams import load_seed, start
+from fxround.runtime.cpu.llvm.streams import Streams
 from fxround.runtime.cpu.llvm.tile import tile_for
 
 SIZES: Final = ("rows", "columns", "length", "block", "groups", "runs", "wide")
@@ -119,7 +119,7 @@ class _Direct:
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: DirectVariant) -> None:
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.seed = load_seed(b, a["key"]) if variant.kernel.streams else None
+        self.streams = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
         self.left, self.right, self.out = (MEMORY[s] for s in (*self.kernel.loads, self.kernel.result))
 
     def enter(self, batch: Any, column: Any) -> None:
@@ -181,7 +181,7 @@ class _Direct:
         b, lanes = self.b, self.lanes
         # The same numbers as in ``contract`` for a row-major result, hence the same random bits.
         elements = b.add(splat(b, place, lanes), iota(lanes))
-        return start(b, numbered(b, elements, self.kernel.shards, shard, lanes), self.seed, lanes, True)
+        return self.streams.start(b, self.streams.number(b, elements, lanes, self.kernel.shards, shard), lanes, True)
 
     def _take(self, carried: Carried, row: Any, rows: int, first: Any, end: Any) -> None:
         """Take the steps first ... end, ascending."""

@@ -31,7 +31,7 @@ from fxround.runtime.cpu.llvm.loops import (
 )
 from fxround.runtime.cpu.llvm.panels import PANEL, panels
 from fxround.runtime.cpu.llvm.render import emit, llvm_type, splat
-from fxround.runtime.cpu.llvm.streams import advance, load_seed, start
+from fxround.runtime.cpu.llvm.streams import Streams, advance
 
 # Elements of a block of a line, and rows of a block of adjacent lines: both stay in the caches. ``exact_blocks``
 # relies on at most 2^12 elements in a block, whose integers of at most 2^50 sum to 2^62.
@@ -69,7 +69,7 @@ class _Lines:
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], kernel: Exact, lines: int, lanes: int) -> None:
         self.b, self.a, self.kernel, self.lanes = b, a, kernel, lanes
         self.bins = Bins(CARRIER_OF[kernel.loads[0]])
-        self.memory, self.seed = MEMORY[kernel.loads[0]], load_seed(b, a["key"])
+        self.memory, self.streams = MEMORY[kernel.loads[0]], Streams.load(b, a["key"], kernel.parts)
         # A line alone spreads its elements over ``_TABLES`` tables; lines side by side have one table each.
         self.tables = Tables(b, kernel, self.bins, max(lines, _TABLES))
         self.totals = exact_blocks.Totals(b, self.tables, lines)
@@ -83,7 +83,7 @@ class _Lines:
         """Round and store the sum of a line."""
         b, kernel = self.b, self.kernel
         # The rounding of the sum draws before the rounding of the store, each only if its mode draws.
-        state = start(b, number, self.seed, 1, any(kernel.draws))
+        state = self.streams.start(b, self.streams.number(b, number, 1), 1, any(kernel.draws))
         once, state = advance(b, state, 1, kernel.draws[0])
         again, _ = advance(b, state, 1, kernel.draws[1])
         (result,) = emit(kernel.finish, b, [self.totals.value(line, total), once, again], 1)

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from llvmlite import ir
 
 from fxround.kernels.kinds import Map
-from fxround.numerics.arithmetic.randomness import BLOCK, GAMMA, draw_function, mix_function
+from fxround.numerics.arithmetic.randomness import BLOCK, GAMMA, Part, draw_function, mix_function, shared_function
 from fxround.numerics.arithmetic.scalar import Expr
 from fxround.numerics.formats.storage import BYTES_OF, Storage
 from fxround.runtime.cpu.llvm.engine import STRAIGHT, Machine
@@ -34,12 +34,14 @@ from fxround.runtime.cpu.llvm.loops import (
     copy_elements,
     count,
     define,
+    iota,
     load_vector,
     scratch,
     store_vector,
 )
 from fxround.runtime.cpu.llvm.render import SCALARS, bytes_of, emit, emit_results, llvm_type, splat
 from fxround.runtime.cpu.llvm.stages import LANES, Stage, stages_of
+from fxround.runtime.cpu.llvm.streams import load_part, place_in_whole
 
 # ``inner`` and ``row`` serve results whose innermost dimension is a multiple of 64: a block's elements are adjacent in
 # the operand, or are all one element of it, and are not copied.
@@ -71,7 +73,7 @@ class MapVariant:
         return f"{self.kernel.digest}:{','.join(self.access)}{':numbered' if self.numbered else ''}"
 
 
-draw_seed, mixed = cache(draw_function), cache(mix_function)
+draw_seed, mixed, _random = cache(draw_function), cache(mix_function), cache(shared_function)
 
 
 def build_map(variant: MapVariant) -> str:
@@ -81,7 +83,7 @@ def build_map(variant: MapVariant) -> str:
     sizes            ndim sizes of the result, neighbouring dimensions merged
     operands, outs   one pointer each
     strides          ndim strides for each operand, in elements
-    key              seed low, seed high, sample, then the node numbers (see ``MapVariant``)
+    key              seed low, seed high, sample, then the node numbers (see ``MapVariant``), then those of a part
     """
     kernel = variant.kernel
     module = ir.Module(STRAIGHT if len(kernel.body.schedule) > _OPTIMIZED else "map")
@@ -96,12 +98,16 @@ def build_map(variant: MapVariant) -> str:
     random = scratch(b, I32, BLOCK * len(kernel.draws))
     between = {v: scratch(b, SCALARS[v.type], BLOCK) for stage in stages[:-1] for v in stage.results}
     seeds = _seeds(b, a["key"], variant)
+    part = load_part(b, a["key"], 3 + kernel.nodes) if kernel.parts and kernel.draws else None
     walks = bool({"inner", "row", "strided"} & set(variant.access))
     place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
 
     def compute(block: Any, number: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Emit the body for the vectors that have the first ``number`` elements of a block."""
-        _draw(b, random, block, seeds, [w.width for w in kernel.draws])
+        if part is None:
+            _draw(b, random, block, seeds, [w.width for w in kernel.draws])
+        else:
+            _draw_in_part(b, random, block, seeds, [w.width for w in kernel.draws], part)
         for stage in stages:
             with count(b, I64(0), number, stage.lanes) as i:
                 emit_stage(stage, i, sources, targets)
@@ -129,7 +135,8 @@ def build_map(variant: MapVariant) -> str:
         place = kernel.body.params.index(value)
         if place >= len(kernel.loads):
             d = place - len(kernel.loads)
-            return _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, kernel.draws[d].width, variant.machine)
+            width = 32 if kernel.parts else kernel.draws[d].width
+            return _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, width, variant.machine)
         source, s = sources[place], kernel.loads[place]
         if variant.access[place] in ("scalar", "row"):
             return splat(b, load_vector(b, source, s, 1), lanes)
@@ -220,6 +227,21 @@ def _draw(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: Sequence
                 more = ir.Constant(ir.VectorType(I64, lanes), steps) if lanes > 1 else steps[0]
                 (outputs,) = emit(mixed(), b, [b.add(splat(b, first, lanes), more)], lanes)
                 b.store(outputs, at(b, words, I64(i), I64), align=64)
+
+
+def _draw_in_part(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: Sequence[int], part: Part) -> None:
+    """Emit the random words of a block's elements by their numbers in the whole, at place 64 d of ``random`` for draw d.
+
+    Neighbours in a part need not be neighbours in the whole, so that each element takes its own bits of an output.
+    """
+    first = b.mul(block, I64(BLOCK))
+    with count(b, I64(0), I64(BLOCK), _OUTPUTS) as i:
+        elements = b.add(splat(b, b.add(first, i), _OUTPUTS), iota(_OUTPUTS))
+        numbers = place_in_whole(b, part, elements, _OUTPUTS)
+        for d, width in enumerate(widths):
+            seed = splat(b, b.load(at(b, seeds, I64(d), I64), typ=I64), _OUTPUTS)
+            (words,) = emit(_random(width), b, [numbers, seed], _OUTPUTS)
+            b.store(words, at(b, random, b.add(I64(d * BLOCK), i), I32), align=4)
 
 
 def _words(b: ir.IRBuilder, words: Any, i: Any, lanes: int, width: int, machine: Machine) -> Any:

@@ -39,9 +39,9 @@ from fxround.runtime.cpu.llvm.loops import (
 )
 from fxround.runtime.cpu.llvm.packing import gather
 from fxround.runtime.cpu.llvm.render import bytes_of, literal, llvm_type, splat
-from fxround.runtime.cpu.llvm.shards import each_shard, numbered
+from fxround.runtime.cpu.llvm.shards import each_shard
 from fxround.runtime.cpu.llvm.steps import Steps, WaitingSums
-from fxround.runtime.cpu.llvm.streams import load_seed, start
+from fxround.runtime.cpu.llvm.streams import Streams
 
 SIZES: Final = (
     *("outputs", "channels", "groups", "length", "block", "cuts", "cut"),
@@ -117,7 +117,7 @@ class _Planes:
             a = a | {"stride2": I64(variant.step)}
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.seed = load_seed(b, a["key"]) if variant.kernel.streams else None
+        self.streams = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, self.lanes)
         self.image, self.result = MEMORY[self.kernel.loads[1]], MEMORY[self.kernel.result]
@@ -278,7 +278,7 @@ class _Planes:
         # The same numbers as in ``contract``: the place in the row-major result.
         places = b.load(at(b, self.a["places"], offset, I64), typ=ir.VectorType(I64, self.lanes), align=8)
         elements = b.add(splat(b, self.base, self.lanes), places)
-        return start(b, numbered(b, elements, self.kernel.shards, shard, self.lanes), self.seed, self.lanes, True)
+        return self.streams.start(b, self.streams.number(b, elements, self.lanes, self.kernel.shards, shard), self.lanes, True)
 
     def _take(self, carried: Carried, here: Any, vectors: int, first: Any, end: Any) -> None:
         """Take the steps first ... end, ascending."""

@@ -34,8 +34,8 @@ from fxround.runtime.cpu.llvm.loops import (
 )
 from fxround.runtime.cpu.llvm.panels import PANEL, panels
 from fxround.runtime.cpu.llvm.render import constant, emit, llvm_type, splat
-from fxround.runtime.cpu.llvm.shards import each_shard, levels_of, numbered, row_of
-from fxround.runtime.cpu.llvm.streams import advance, apply, load_seed, start
+from fxround.runtime.cpu.llvm.shards import each_shard, levels_of, row_of
+from fxround.runtime.cpu.llvm.streams import Streams, advance, apply
 
 # Registers of adjacent lines to use where there are many lines.
 WIDE: Final = 8
@@ -103,7 +103,7 @@ class Along:
         self.b, self.a, self.kernel, self.machine = b, a, kernel, machine
         self.lanes, self.storage = kernel.order.chains, kernel.loads[0]
         self.memory = MEMORY[self.storage]
-        self.description, self.seed = Description(b, a["lines"]), load_seed(b, a["key"])
+        self.description, self.streams = Description(b, a["lines"]), Streams.load(b, a["key"], kernel.parts)
         self.length = self.description.length
         self.tail = scratch(b, self.memory, PANEL + self.lanes)
         self.types = llvm_type(kernel.accumulator, self.lanes), llvm_type("u64", self.lanes)
@@ -117,10 +117,11 @@ class Along:
         b, n, kernel = self.b, self.lanes, self.kernel
         x, out, number = self.description.line(item)
         if shard is not None:
-            x, number = b.add(x, shard.begin), numbered(b, number, kernel.order.shards, shard.number, 1)
+            x = b.add(x, shard.begin)
+        number = self.streams.number(b, number, 1, kernel.order.shards, None if shard is None else shard.number)
         # Each chain has a stream of its own: number line * chains + chain, wherever and whenever the line is visited.
         elements = b.add(splat(b, b.mul(number, I64(n)), n), iota(n))
-        state = start(b, elements, self.seed, n, kernel.draws or kernel.finish_draws)
+        state = self.streams.start(b, elements, n, kernel.draws or kernel.finish_draws)
         self._put(slot, [first_of(kernel, n), state])
         for place, array in zip((x, out), self.places, strict=True):
             b.store(place, at(b, array, slot, I64))
@@ -302,7 +303,7 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
     kernel, lanes, neighbours, machine = variant
     module = ir.Module("across")
     b, a = define(module, "reduce", ARGS)
-    n, seed = kernel.order.chains, load_seed(b, a["key"])
+    n, streams = kernel.order.chains, Streams.load(b, a["key"], kernel.parts)
     accs = scratch(b, llvm_type(kernel.accumulator, lanes), n)
     states = scratch(b, llvm_type("u64", lanes), n)
     lines = _group(b, a, kernel, lanes, neighbours)
@@ -319,10 +320,11 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
             b.store(value, slot)
 
     def begin(shard: Any) -> None:
-        numbers = b.mul(numbered(b, lines.elements(), kernel.order.shards, shard, lanes), splat(b, I64(n), lanes))
+        numbers = streams.number(b, lines.elements(), lanes, kernel.order.shards, shard)
+        numbers = b.mul(numbers, splat(b, I64(n), lanes))
         with count(b, I64(0), I64(n)) as c:
             elements = b.add(numbers, splat(b, c, lanes))
-            state = start(b, elements, seed, lanes, kernel.draws or kernel.finish_draws)
+            state = streams.start(b, elements, lanes, kernel.draws or kernel.finish_draws)
             put(c, [first_of(kernel, lanes), state])
 
     sharded, table, tree = kernel.order.shards > 1, lines.description.shards, Tree(b, kernel, lanes)
@@ -388,9 +390,10 @@ def build_scan(variant: tuple[Scan, int, bool, Machine]) -> str:
     kernel, lanes, neighbours, machine = variant
     module = ir.Module("scan")
     b, a = define(module, "reduce", ARGS)
-    seed, lines = load_seed(b, a["key"]), _group(b, a, kernel, lanes, neighbours)
+    streams, lines = Streams.load(b, a["key"], kernel.parts), _group(b, a, kernel, lanes, neighbours)
     with lines.each():
-        first = start(b, lines.elements(), seed, lanes, kernel.draws or kernel.finish_draws)
+        numbers = streams.number(b, lines.elements(), lanes)
+        first = streams.start(b, numbers, lanes, kernel.draws or kernel.finish_draws)
         carried = Carried(b, [first_of(kernel, lanes), first])
         with lines.description.runs() as (_, x, out), count(b, I64(0), lines.description.run) as j:
             element = lines.load(b.add(x, b.mul(j, lines.description.k_x)))

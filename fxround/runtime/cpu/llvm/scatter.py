@@ -27,7 +27,7 @@ from fxround.runtime.cpu.llvm.loops import (
     store_vector,
 )
 from fxround.runtime.cpu.llvm.render import emit, splat
-from fxround.runtime.cpu.llvm.streams import advance, load_seed, start
+from fxround.runtime.cpu.llvm.streams import Streams, advance
 
 ARGS = [("begin", I64), ("end", I64), ("inner", I64)]
 POINTERS = [(name, PTR) for name in ("starts", "order", "self", "x", "out", "key")]
@@ -46,7 +46,7 @@ def build_scatter(variant: tuple[Scatter, int]) -> str:
     kernel, lanes = variant
     module = ir.Module("scatter")
     b, a = define(module, "scatter", [*ARGS, *POINTERS])
-    (storage,), seed = kernel.loads, load_seed(b, a["key"])
+    (storage,), streams = kernel.loads, Streams.load(b, a["key"], kernel.parts)
     memory, stored = MEMORY[storage], MEMORY[kernel.result]
     buffer, last = scratch(b, memory, lanes), scratch(b, stored, lanes)
     vectors = b.sdiv(b.add(a["inner"], I64(lanes - 1)), I64(lanes))
@@ -67,7 +67,7 @@ def build_scatter(variant: tuple[Scatter, int]) -> str:
 
         (value,) = emit(kernel.lift, b, [fetch(a["self"], index)], lanes)
         elements = b.add(splat(b, index, lanes), iota(lanes))
-        carried = Carried(b, [value, start(b, elements, seed, lanes, kernel.draws)])
+        carried = Carried(b, [value, streams.start(b, streams.number(b, elements, lanes), lanes, kernel.draws)])
         stop = b.load(at(b, a["starts"], b.add(row, I64(1)), I64), typ=I64)
         with count(b, b.load(at(b, a["starts"], row, I64), typ=I64), stop) as c:
             source = b.load(at(b, a["order"], c, I64), typ=I64)

@@ -17,7 +17,7 @@ from fxround.runtime.cpu.llvm.lines import ARGS, Scattered
 from fxround.runtime.cpu.llvm.loops import I64, Carried, count, define, load_vector, store_vector, transpose
 from fxround.runtime.cpu.llvm.reduce import first_of, one_register, step
 from fxround.runtime.cpu.llvm.render import emit
-from fxround.runtime.cpu.llvm.streams import advance, load_seed, start
+from fxround.runtime.cpu.llvm.streams import Streams, advance
 
 
 def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
@@ -28,11 +28,13 @@ def build_rows(variant: tuple[Reduce | Scan, Machine]) -> str:
     kernel, machine = variant
     module = ir.Module("rows")
     b, a = define(module, "reduce", ARGS)
-    lanes, storage, seed = one_register(kernel), kernel.loads[0], load_seed(b, a["key"])
+    lanes, storage = one_register(kernel), kernel.loads[0]
+    streams = Streams.load(b, a["key"], kernel.parts)
     lines = Scattered(b, a, kernel, lanes)
     run = lines.description.run
     with lines.each():
-        state = start(b, lines.elements(), seed, lanes, kernel.draws or kernel.finish_draws)
+        numbers = streams.number(b, lines.elements(), lanes)
+        state = streams.start(b, numbers, lanes, kernel.draws or kernel.finish_draws)
         carried = Carried(b, [first_of(kernel, lanes), state])
 
         def take(x: Any, carried: Carried = carried) -> Any:

@@ -14,7 +14,6 @@ from llvmlite import ir
 
 from fxround.numerics.orders import Shard, shards_of
 from fxround.runtime.cpu.llvm.loops import I64, at, count
-from fxround.runtime.cpu.llvm.render import splat
 
 
 def table_of(length: int, shards: int) -> tuple[int, ...]:
@@ -39,10 +38,3 @@ def row_of(b: ir.IRBuilder, table: Any, row: Any) -> Shard:
     """The integers of a row."""
     first = b.add(b.mul(row, I64(len(Shard._fields))), I64(1))
     return Shard(*(b.load(at(b, table, b.add(first, I64(i)), I64), typ=I64) for i in range(len(Shard._fields))))
-
-
-def numbered(b: ir.IRBuilder, elements: Any, shards: int, shard: Any, lanes: int) -> Any:
-    """The numbers that elements (u64 lanes) have in a shard, for their random streams."""
-    if shards == 1:
-        return elements
-    return b.add(b.mul(elements, splat(b, I64(shards), lanes)), splat(b, shard, lanes))
