@@ -6,6 +6,8 @@ the result cannot store raises ValueError here, before any code is compiled.
 
 from __future__ import annotations
 
+from typing import Final
+
 from fxround.numerics.arithmetic.flipping import hit
 from fxround.numerics.arithmetic.forms.fixed import fixed_sum, is_short, require_wrapping, wraps
 from fxround.numerics.arithmetic.operators import apply
@@ -120,6 +122,15 @@ def finish_function(accumulate: Rounding, rounding: Rounding, accumulator: Type,
     if value.type != carrier:
         value = narrow(value) if carrier == "f32" else apply("identity", (value,), None, "f64")
     return Function("finish", (acc, random), (store(value, result),))
+
+
+def unfinished_function(accumulator: Type) -> Function:
+    """Return the store of an accumulator as it is, for a sum that goes on elsewhere."""
+    acc, random = param("acc", accumulator), param("random", "u32")
+    return Function("finish", (acc, random), (store(acc, _HELD[accumulator]),))
+
+
+_HELD: Final[dict[Type, Storage]] = {"f32": "f32", "f64": "f64"}
 
 
 def finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:

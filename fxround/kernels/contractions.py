@@ -18,6 +18,7 @@ from fxround.kernels.accumulators import (
     finish_function,
     lift_function,
     stays_inside,
+    unfinished_function,
 )
 from fxround.kernels.kinds import Contract
 from fxround.numerics.accumulation import Accumulation
@@ -49,9 +50,12 @@ from fxround.numerics.modes import Rounding
 
 @lru_cache(maxsize=1024)
 def contract_kernel(
-    accumulate: Accumulation | Rounding, rounding: Rounding, loads: tuple[Storage, Storage], result: Storage
+    accumulate: Accumulation | Rounding, rounding: Rounding | None, loads: tuple[Storage, Storage], result: Storage
 ) -> Contract:
-    """Return the kernel of sums of products, accumulated as ``accumulate`` says and stored through ``rounding``."""
+    """Return the kernel of sums of products, accumulated as ``accumulate`` says and stored through ``rounding``.
+
+    rounding: None for the accumulators themselves; the result is then stored as they are.
+    """
     how = Accumulation.parse(accumulate)
     carriers = tuple(CARRIER_OF[s] for s in loads)
     partial = how.of_partial_sums
@@ -62,13 +66,16 @@ def contract_kernel(
     general = _contract_step(how, step, accumulator, carriers)
     combine = None if partial is None else chain_rounding(partial, accumulator, carriers, how.flips)
     last, short = after_faults(combine or step, how.flips), "f64" not in carriers
+    if rounding is None:
+        result = "f32" if accumulator == "f32" else "f64"
+    finish = unfinished_function(accumulator) if rounding is None else None
     kernel = Contract(
         lifts=(
             lift_function(loads[0], accumulator, step, how.product),
             lift_function(loads[1], accumulator, step, how.product),
         ),
         step=general,
-        finish=finish_function(last, rounding, accumulator, result),
+        finish=finish or finish_function(last, rounding, accumulator, result),
         chunk=how.chunk or 0,
         shards=how.shards or 1,
         combine=None if combine is None else _combination(combine, step, accumulator, short, how.flips),
@@ -76,9 +83,9 @@ def contract_kernel(
         result=result,
         accumulator=accumulator,
         draws=how.random,
-        finish_draws=finish_draws(last, rounding),
+        finish_draws=rounding is not None and finish_draws(last, rounding),
         coins=_tosses_coins(how),
-        quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" else None,
+        quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" and rounding else None,
     )
     return replace(kernel, single=_single_contract(how, step, kernel))
 

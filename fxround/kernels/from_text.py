@@ -22,6 +22,8 @@ from fxround.numerics.orders import Order
 
 program: Final = lru_cache(maxsize=4096)(Program.parse)
 rounding: Final = lru_cache(maxsize=1024)(Rounding.parse)
+# In place of the rounding of a sum: its accumulators are stored as they are, and the sum goes on elsewhere.
+UNFINISHED: Final = "unfinished"
 accumulation: Final = lru_cache(maxsize=1024)(Accumulation.parse)
 order: Final = lru_cache(maxsize=64)(Order.parse)
 
@@ -57,13 +59,18 @@ def fused(text: str, loads: tuple[Storage, ...], results: str) -> Map:
 @lru_cache(maxsize=1024)
 def contract(accumulate: str, round_by: str, loads: tuple[Storage, Storage], result: Storage) -> Contract:
     """The kernel of a sum of products."""
-    return contract_kernel(accumulation(accumulate), rounding(round_by), loads, result)
+    return contract_kernel(accumulation(accumulate), _store(round_by), loads, result)
 
 
 @lru_cache(maxsize=1024)
 def total(order_of: str, accumulate: str, round_by: str, stored: Storage) -> Reduce | Exact:
     """The kernel of a sum in an order; operand and result are stored in the same way, as in all that follow."""
-    return sum_kernel(order(order_of), accumulation(accumulate), rounding(round_by), stored, stored)
+    return sum_kernel(order(order_of), accumulation(accumulate), _store(round_by), stored, stored)
+
+
+def _store(round_by: str) -> Rounding | None:
+    """The rounding of a sum that is stored; None for one that is unfinished."""
+    return None if round_by == UNFINISHED else rounding(round_by)
 
 
 def scatter(accumulate: str, stored: Storage) -> Scatter:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fxround.numerics.arithmetic.forms.truncation import Direction
 from fxround.numerics.arithmetic.scalar import Expr, Function, Type
@@ -43,16 +43,29 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+class Chain(NamedTuple):
+    """A stream of an element in a shard, and how many words were drawn from it: what a sum of processes goes on with.
+
+    shard: its number, counted from the first one of the part. chains: the streams of a shard; this is the first.
+    """
+
+    shard: int
+    chains: int
+    drawn: int
+
+
 @dataclass(frozen=True)
 class Word:
     """A random word of a Map: draw ``draw`` of the ``node``-th node number that the call is given.
 
-    ``width``: the bits that it has, at its top (``randomness.WIDTHS``).
+    ``width``: the bits that it has, at its top (``randomness.WIDTHS``). ``chain``: the stream of a chain that the word
+    is drawn from; None for those of maps.
     """
 
     node: int
     draw: int
     width: int = 32
+    chain: Chain | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from fxround.kernels.accumulators import (
     finish_draws,
     finish_function,
     lift_function,
+    unfinished_function,
 )
 from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.numerics.accumulation import Accumulation
@@ -34,11 +35,12 @@ from fxround.numerics.orders import SEQUENTIAL, Order
 
 
 def sum_kernel(
-    order: Order, accumulate: Accumulation | Rounding, rounding: Rounding, load_as: Storage, result: Storage
+    order: Order, accumulate: Accumulation | Rounding, rounding: Rounding | None, load_as: Storage, result: Storage
 ) -> Reduce | Exact:
     """Return the sum of a length under an order, stored through ``rounding``.
 
-    ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once. Raises ValueError for faults of
+    ``accumulate`` rounds each addition; under the order ``exact``, the exact sum once. rounding: None for the
+    accumulators themselves, which an exact sum does not have. Raises ValueError for faults of
     an exact sum.
     """
     if order.kind != "exact":
@@ -46,6 +48,8 @@ def sum_kernel(
     how = Accumulation.parse(accumulate)
     if how.flips is not None:
         raise ValueError(f"faults={how.flips}: an exact sum has no partial sums whose bits could flip; use lanes:16")
+    if rounding is None:
+        raise ValueError("an exact sum has no accumulator that could be stored; use lanes:16")
     return exact_kernel(how.step, rounding, load_as, result)
 
 
@@ -86,25 +90,31 @@ def exact_kernel(accumulate: Rounding, rounding: Rounding, load_as: Storage, res
 
 @lru_cache(maxsize=1024)
 def chain_kernel(
-    order: Order, accumulate: Accumulation | Rounding, rounding: Rounding, load_as: Storage, result: Storage
+    order: Order, accumulate: Accumulation | Rounding, rounding: Rounding | None, load_as: Storage, result: Storage
 ) -> Reduce:
-    """Return the sum of a length by the chains of an order, each addition rounded by the step of ``accumulate``."""
+    """Return the sum of a length by the chains of an order, each addition rounded by the step of ``accumulate``.
+
+    rounding: None for the accumulators themselves; the result is then stored as they are.
+    """
     how = Accumulation.parse(accumulate)
     accumulator = accumulator_of(how.step, (CARRIER_OF[load_as],))
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[load_as],), how.flips)
     last = after_faults(step, how.flips)
+    if rounding is None:
+        result = "f32" if accumulator == "f32" else "f64"
+    finish = unfinished_function(accumulator) if rounding is None else None
     kernel = Reduce(
         step=add_function("step", step, accumulator, load_as, load_as != "f64", how.flips),
         combine=add_function("combine", step, accumulator, None, load_as != "f64", how.flips),
-        finish=finish_function(last, rounding, accumulator, result),
+        finish=finish or finish_function(last, rounding, accumulator, result),
         order=order,
         loads=(load_as,),
         result=result,
         accumulator=accumulator,
         draws=how.of_sums.random,
-        finish_draws=finish_draws(last, rounding),
+        finish_draws=rounding is not None and finish_draws(last, rounding),
     )
-    if not _has_single_sums(how, step):
+    if rounding is None or not _has_single_sums(how, step):
         return kernel
     single = replace(
         kernel,

@@ -56,15 +56,18 @@ def fused(call: Fused[Tensor]) -> list[Tensor]:
 
 
 def add_processes(call: AddProcesses[Tensor]) -> Tensor:
-    """Gather the tensors of all processes, and add them in the order of the tree."""
+    """Gather the accumulators of all processes, add them in the order of the tree, and round the sum."""
+    kernel = call.kernel(call.loads())
     parts = gathered(call.x, call.group, call.processes)
-    sums: Tensor = _PARTWISE(Pointwise(parts, call.program, call.x.dtype, call.rng, call.node))
-    return sums
+    if not kernel.draws:
+        return run_kernel(kernel, parts, NO_KEY)[0]
+    draw = Draw.of(call.rng, call.node)
+    return run_kernel(draw.of_part(kernel), parts, draw.key())[0]
 
 
 def state_of_part(call: StateOfPart[Tensor]) -> Tensor:
     """The random state of a part of a result."""
-    return torch.cat([call.rng, torch.tensor([int(n) for n in call.numbers], dtype=torch.int64)])
+    return torch.cat([call.rng, torch.tensor(call.part, dtype=torch.int64)])
 
 
 def _loads(call: ProgramCall[Tensor]) -> Any:
@@ -131,7 +134,6 @@ def function_of(cls: type[Call[Any]]) -> Callable[[Any], Any]:
     return run
 
 
-_PARTWISE: Final = function_of(Pointwise)
 # The function of each operator, for callers that need no dispatcher.
 KERNELS: Final = {cls.overload: _by_position(cls, function_of(cls)) for cls in CALLS.values()}
 

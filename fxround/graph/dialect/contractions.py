@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, empty, operator, require_state
+from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype, surely
 from fxround.kernels import from_text
 from fxround.kernels.kinds import Contract
@@ -65,6 +66,10 @@ class ContractionCall(Call[T]):
         self.kernel(self.loads())
         require_state(self.rng)
 
+    def made(self: ContractionCall[Tensor], size: Sequence[Any]) -> Tensor:
+        """Return a tensor of this size without memory, in the dtype of the result."""
+        return empty(self.operands[0], size, dtype_of(self.kernel(self.loads()).result))
+
 
 @operator("matmul", aten=("mm.default", "bmm.default"))
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Matmul(ContractionCall[T]):
         """Return a tensor [..., M, N]."""
         require_product(self.a.shape, self.b.shape, (self.a.dtype, self.b.dtype))
         self.require()
-        return empty(self.a, [*self.a.shape[:-1], self.b.shape[-1]])
+        return self.made([*self.a.shape[:-1], self.b.shape[-1]])
 
 
 @operator("convolution", aten=("convolution.default",))
@@ -107,7 +112,7 @@ class Convolution(ContractionCall[T]):
         require_one_dtype("convolution", self.x.dtype, self.w.dtype)
         size = self.geometry.result_size(self.x.shape, self.w.shape)
         self.require()
-        return empty(self.x, size)
+        return self.made(size)
 
 
 @operator("convolution_input_gradient")
@@ -131,7 +136,7 @@ class ConvolutionInputGradient(ContractionCall[T]):
         require_one_dtype("convolution's gradient", self.grad.dtype, self.w.dtype)
         self.geometry.require_gradient(self.grad.shape, self.size, self.w.shape)
         self.require()
-        return empty(self.grad, list(self.size))
+        return self.made(list(self.size))
 
 
 @operator("convolution_weight_gradient")
@@ -155,4 +160,4 @@ class ConvolutionWeightGradient(ContractionCall[T]):
         require_one_dtype("convolution's gradient", self.grad.dtype, self.x.dtype)
         self.geometry.require_gradient(self.grad.shape, self.x.shape, self.size)
         self.require()
-        return empty(self.grad, list(self.size))
+        return self.made(list(self.size))

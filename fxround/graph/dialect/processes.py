@@ -1,20 +1,23 @@
 """Sums over processes: each process has the sum of its part, and all get the sum of the parts.
 
-add_processes(x, "tp", 2, "binary32/nearest_even/inf", "binary32/nearest_even/inf", rng, 4)
+add_processes(x, "tp", 2, float32, "", "binary32/nearest_even/inf shards=8", "binary32/nearest_even/inf", 16, rng, 4)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fxround.graph.dialect.call import STATE, Call, T, empty, operator, require_state
+from fxround.graph.dtypes import result_storage
 from fxround.graph.geometry import Sizes
 from fxround.kernels import from_text
-from fxround.kernels.kinds import Map
-from fxround.kernels.program import Program
+from fxround.kernels.kinds import Contract, Exact, Map, Reduce
+from fxround.kernels.sums_of_processes import sum_of_processes
 from fxround.numerics.arithmetic.randomness import Part
 from fxround.numerics.formats.storage import Storage
 
@@ -22,47 +25,80 @@ from fxround.numerics.formats.storage import Storage
 @operator("add_processes")
 @dataclass(frozen=True)
 class AddProcesses(Call[T]):
-    """The sum of the tensors x of the processes of a group, in a balanced tree of neighbours; then its rounding.
+    """The sum of what the processes of a group have summed each, in a balanced tree of neighbours; then its rounding.
 
+    x           this process's accumulators
     group       the name of the process group
     processes   their number, a power of two
-    accumulate  the rounding of each addition of the tree
+    dtype       of the operands and of the result in one process
+    order       of the whole sum; "" for a sum of products
+    accumulate  how the whole accumulates, as in ``Sum`` and ``Matmul``
+    length      the number of elements that a process sums
+    rng         the random state of a part of the whole (``StateOfPart``), if an addition draws
     """
 
     x: T
     group: str
     processes: int
+    dtype: torch.dtype
+    order: str
     accumulate: str
     rounding: str
+    length: int
     rng: T
     node: int
 
     @property
-    def program(self) -> str:
-        """The program of the sum: its operands are the tensors of the processes in the order of their ranks."""
-        return tree_of(self.processes, self.accumulate, self.rounding)
+    def whole(self) -> Contract | Reduce:
+        """The kernel that computes the whole sum in one process."""
+        stored = result_storage(self.dtype)
+        if not self.order:
+            return from_text.contract(self.accumulate, self.rounding, (stored, stored), stored)
+        kernel = from_text.total(self.order, self.accumulate, self.rounding, stored)
+        if isinstance(kernel, Exact):
+            raise ValueError(f"the order {self.order} has no shards, which {self.processes} processes could share")
+        return kernel
 
     def kernel(self, loads: tuple[Storage, ...]) -> Map:
-        """Return the kernel of the program."""
-        (stored,) = loads
-        return from_text.pointwise(self.program, (stored,) * self.processes, stored)
+        """Return the kernel: its operands are the accumulators of the processes in the order of their ranks."""
+        kernel = sum_of_processes(self.whole, self.processes, self.length)
+        if loads[0] != kernel.loads[0]:
+            raise ValueError(f"accumulators of {self.accumulate} are stored as {kernel.loads[0]}, got {loads[0]}")
+        return kernel
 
     def fake(self: AddProcesses[Tensor]) -> Tensor:
         """Return a tensor of the operand's size."""
         self.kernel(self.loads())
         require_state(self.rng)
-        return empty(self.x, self.x.shape)
+        return empty(self.x, self.x.shape, self.dtype)
 
 
 @operator("state_of_part")
 @dataclass(frozen=True)
 class StateOfPart(Call[T]):
-    """The random state (seed, sample) of a part of a result: with the numbers of ``randomness.Part``, [7]."""
+    """The random state (seed, sample) of a part of a result, with the numbers of ``randomness.Part``: int64 [7].
+
+    chunk      sizes whose product is the number of elements of a run: of the shared dimension, as far as this process
+               has it, and of the dimensions after it; none if all processes have all elements
+    processes  the number of processes that share the dimension, and the rank of this one among them
+    shards     those of the whole sum, and the first one of this process
+    """
 
     rounds: ClassVar[bool] = False
 
     rng: T
-    numbers: Sizes
+    chunk: Sizes
+    processes: int
+    rank: int
+    shards: int
+    shard: int
+
+    @property
+    def part(self) -> Part:
+        """Where the elements stand in the whole."""
+        chunk = math.prod(int(size) for size in self.chunk)
+        # A part without elements has no run; its length is a divisor in kernels.
+        return Part(max(chunk, 1), chunk * (self.processes - 1), chunk * self.rank, self.shards, self.shard)
 
     def kernel(self, loads: tuple[Storage, ...]) -> None:
         """Return None: nothing is computed."""
@@ -70,26 +106,4 @@ class StateOfPart(Call[T]):
     def fake(self: StateOfPart[Tensor]) -> Tensor:
         """Return an int64 tensor [7]."""
         require_state(self.rng, parts=False)
-        if len(self.numbers) != len(Part._fields):
-            raise ValueError(f"a part has {len(Part._fields)} numbers, got {len(self.numbers)}")
         return empty(self.rng, (STATE + len(Part._fields),))
-
-
-def tree_of(count: int, accumulate: str, rounding: str) -> str:
-    """Return the program that adds count operands in a balanced tree, and rounds the sum.
-
-    Raises ValueError unless the count is a power of two.
-    """
-    if count < 1 or count & (count - 1):
-        raise ValueError(f"{count} processes have no balanced tree; expected a power of two")
-    values = [f"x{i}" for i in range(count)]
-    statements: list[str] = []
-    while len(values) > 1:
-        pairs = zip(values[::2], values[1::2], strict=True)
-        values = []
-        for first, second in pairs:
-            values.append(f"t{len(statements)}")
-            statements.append(f"{values[-1]} = add({first}, {second}) @ {accumulate}")
-    if rounding != accumulate or not statements:
-        statements.append(f"t{len(statements)} = identity({values[0]}) @ {rounding}")
-    return str(Program.parse("; ".join(statements)))

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from fxround.graph.dialect.call import Call, T, empty, operator, require_state
+from fxround.graph.dtypes import dtype_of
 from fxround.kernels import from_text
 from fxround.kernels.kinds import Exact, Reduce, Scan
 from fxround.kernels.reductions import cumprod_kernel, cumsum_kernel, prod_kernel
@@ -80,9 +81,9 @@ class ReductionCall(ChainCall[T]):
 
     def fake(self: ReductionCall[Tensor]) -> Tensor:
         """Return a tensor without the reduced dimensions, or with size 1 in each."""
-        self.kernel(self.loads())
+        kernel = self.kernel(self.loads())
         require_state(self.rng)
-        return empty(self.x, self.size())
+        return empty(self.x, self.size(), dtype_of(kernel.result))
 
 
 @operator("sum", aten=("sum.default", "sum.dim_IntList"))

@@ -170,6 +170,16 @@ def advance_stream(state: Expr) -> tuple[Expr, Expr]:
     return narrow(state >> (STREAM_BITS - 32)), product + STREAM_INCREMENT
 
 
+def word_of_stream(number: Expr, seed: Expr, drawn: int) -> Expr:
+    """Return the 32 random bits that a stream gives after ``drawn`` others. number: of the stream (u64)."""
+    factor, summand = 1, 0
+    for _ in range(drawn):
+        factor = factor * STREAM_MULTIPLIER % (1 << STREAM_BITS)
+        summand = (summand * STREAM_MULTIPLIER + STREAM_INCREMENT) % (1 << STREAM_BITS)
+    state = (start_stream(number, seed) * factor + summand) & ((1 << STREAM_BITS) - 1)
+    return advance_stream(state)[0]
+
+
 def spread_coins(word: Expr) -> Expr:
     """Return 32 coins of a stream's word: each bit of the lower half is xored with one of the upper half."""
     return word ^ (word >> 16)
@@ -223,6 +233,12 @@ def stream_functions() -> tuple[Function, Function]:
     element, seed, state = param("element", "u64"), param("seed", "u64"), param("state", "u64")
     start = Function("start_stream", (element, seed), (start_stream(element, seed),))
     return start, Function("advance_stream", (state,), advance_stream(state))
+
+
+def word_function(drawn: int) -> Function:
+    """Return (number of a stream, seed of streams) to its word after ``drawn`` others as a function of the IR."""
+    number, seed = param("number", "u64"), param("seed", "u64")
+    return Function(f"word_{drawn}", (number, seed), (word_of_stream(number, seed, drawn),))
 
 
 def coins_function() -> Function:

@@ -22,4 +22,5 @@ def draws(call: Any) -> bool:
     chain = getattr(call, "accumulate", None)
     stored = getattr(call, "rounding", None)
     drawn = chain is not None and from_text.accumulation(chain).random
-    return drawn or (stored is not None and from_text.rounding(stored).mode.random_bits > 0)
+    finished = stored is not None and stored != from_text.UNFINISHED
+    return drawn or (finished and from_text.rounding(stored).mode.random_bits > 0)

@@ -17,8 +17,17 @@ from typing import Any, Final, Literal
 
 from llvmlite import ir
 
-from fxround.kernels.kinds import Map
-from fxround.numerics.arithmetic.randomness import BLOCK, GAMMA, Part, draw_function, mix_function, shared_function
+from fxround.kernels.kinds import Map, Word
+from fxround.numerics.arithmetic.randomness import (
+    BLOCK,
+    GAMMA,
+    STREAM_DRAW,
+    Part,
+    draw_function,
+    mix_function,
+    shared_function,
+    word_function,
+)
 from fxround.numerics.arithmetic.scalar import Expr
 from fxround.numerics.formats.storage import BYTES_OF, Storage
 from fxround.runtime.cpu.llvm.engine import STRAIGHT, Machine
@@ -73,7 +82,7 @@ class MapVariant:
         return f"{self.kernel.digest}:{','.join(self.access)}{':numbered' if self.numbered else ''}"
 
 
-draw_seed, mixed, _random = cache(draw_function), cache(mix_function), cache(shared_function)
+draw_seed, mixed, _random, _next = (cache(f) for f in (draw_function, mix_function, shared_function, word_function))
 
 
 def build_map(variant: MapVariant) -> str:
@@ -107,7 +116,7 @@ def build_map(variant: MapVariant) -> str:
         if part is None:
             _draw(b, random, block, seeds, [w.width for w in kernel.draws])
         else:
-            _draw_in_part(b, random, block, seeds, [w.width for w in kernel.draws], part)
+            _draw_in_part(b, random, block, seeds, kernel.draws, part)
         for stage in stages:
             with count(b, I64(0), number, stage.lanes) as i:
                 emit_stage(stage, i, sources, targets)
@@ -193,7 +202,7 @@ def _seeds(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Any:
         return b.load(at(b, array, index, I32), typ=I32)
 
     parts = [load(key, I64(i)) for i in range(3)]
-    nodes, draws = _table(b, "nodes", [3 + w.node for w in words]), _table(b, "draws", [w.draw for w in words])
+    nodes, draws = _table(b, "nodes", [3 + w.node for w in words]), _table(b, "draws", [w.draw if w.chain is None else STREAM_DRAW for w in words])
     with count(b, I64(0), I64(len(words))) as d:
         if variant.numbered:
             first = b.add(I64(3), b.mul(d, I64(2)))
@@ -229,7 +238,7 @@ def _draw(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: Sequence
                 b.store(outputs, at(b, words, I64(i), I64), align=64)
 
 
-def _draw_in_part(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: Sequence[int], part: Part) -> None:
+def _draw_in_part(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, words: Sequence[Word], part: Part) -> None:
     """Emit the random words of a block's elements by their numbers in the whole, at place 64 d of ``random`` for draw d.
 
     Neighbours in a part need not be neighbours in the whole, so that each element takes its own bits of an output.
@@ -238,10 +247,16 @@ def _draw_in_part(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: 
     with count(b, I64(0), I64(BLOCK), _OUTPUTS) as i:
         elements = b.add(splat(b, b.add(first, i), _OUTPUTS), iota(_OUTPUTS))
         numbers = place_in_whole(b, part, elements, _OUTPUTS)
-        for d, width in enumerate(widths):
+        for d, word in enumerate(words):
+            function, number = _random(word.width), numbers
+            if word.chain is not None:
+                shard = b.add(part.shard, I64(word.chain.shard))
+                wide = b.add(b.mul(numbers, splat(b, part.shards, _OUTPUTS)), splat(b, shard, _OUTPUTS))
+                number = b.mul(wide, splat(b, I64(word.chain.chains), _OUTPUTS))
+                function = _next(word.chain.drawn)
             seed = splat(b, b.load(at(b, seeds, I64(d), I64), typ=I64), _OUTPUTS)
-            (words,) = emit(_random(width), b, [numbers, seed], _OUTPUTS)
-            b.store(words, at(b, random, b.add(I64(d * BLOCK), i), I32), align=4)
+            (drawn,) = emit(function, b, [number, seed], _OUTPUTS)
+            b.store(drawn, at(b, random, b.add(I64(d * BLOCK), i), I32), align=4)
 
 
 def _words(b: ir.IRBuilder, words: Any, i: Any, lanes: int, width: int, machine: Machine) -> Any:
