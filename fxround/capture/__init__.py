@@ -40,7 +40,14 @@ from fxround.capture.loops import own_loops, refuse_reads
 from fxround.capture.numbers import Number, asked_nothing, insert_numbers, with_tensors
 from fxround.capture.outside_reads import wrap_reads
 from fxround.capture.packed import as_tuples, packed_sequences
-from fxround.capture.processes import LOCAL, define_apart, finished_sums, part_gradients, require_sums_of_gradients
+from fxround.capture.processes import (
+    LOCAL,
+    define_apart,
+    finished_sums,
+    note_sharing,
+    part_gradients,
+    require_sums_of_gradients,
+)
 from fxround.capture.refusals import (
     EXPECTED,
     RESULT,
@@ -373,6 +380,7 @@ def _trace(
             if made:
                 raise LeftToPython(model, [(made[1], RESULT, "")]) from None
             raise explained(model, e) from e
+    note_sharing(model, joint.graph_module)
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
     part_gradients(model, joint.graph_module)

@@ -23,6 +23,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from fxround.errors import CaptureError
+from fxround.graph.dialect import graphs_of
+from fxround.graph.site import SHARING, Sharing
 from fxround.graph.values import evaluate
 
 # The attribute of a DTensor that is the part of this process.
@@ -41,6 +43,15 @@ def _added(x: Tensor, group: str, processes: int) -> Tensor:
 LIBRARY.impl("sum_of_processes", _added, "CompositeExplicitAutograd")
 torch.library.register_fake("fxround::sum_of_processes", lambda x, group, processes: torch.empty_like(x), lib=LIBRARY)
 SUM_OF_PROCESSES: Final = torch.ops.fxround.sum_of_processes.default
+
+# The same tensor, with a note for the passes: what this process has of a value that several processes share.
+LIBRARY.define("shared(Tensor x, int dim, int processes, int rank) -> Tensor")
+LIBRARY.impl("shared", lambda x, dim, processes, rank: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "fxround::shared", lambda x, dim, processes, rank: x.new_empty_strided(x.shape, x.stride()), lib=LIBRARY
+)
+_SHARED: Final = torch.ops.fxround.shared.default
+_WHOLE: Final = -1
 
 _ATEN: Final = torch.ops.aten
 # Products with the dimensions of their operands over which they sum.
@@ -155,16 +166,60 @@ def finished_sums(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[
         uneven.extend(_uneven(self))
         return to_local(self, **kwargs)
 
-    with (
-        mock.patch.dict(kind._op_dispatcher._custom_op_handlers, handlers),
-        mock.patch.object(kind, "__tensor_flatten__", flattened),
-        mock.patch.object(kind, "to_local", part),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(kind._op_dispatcher._custom_op_handlers, handlers))
+        stack.enter_context(mock.patch.object(kind, "__tensor_flatten__", flattened))
+        stack.enter_context(mock.patch.object(kind, "to_local", part))
+        for module in ("_api", "_dispatch", "_redistribute"):
+            # Each of them has the function under its own name.
+            named = sys.modules[f"torch.distributed.tensor.{module}"]
+            stack.enter_context(mock.patch.object(named, "redistribute_local_tensor", _noted(named)))
         try:
             yield
         finally:
             if uneven:  # also where PyTorch has failed at it
                 raise uneven[0]
+
+
+def _noted(module: Any) -> Callable[..., Any]:
+    """Return the function that moves what processes share, with a note of what each has then."""
+    original = module.redistribute_local_tensor
+
+    def redistribute(local: Any, current: Any, target: Any, **options: Any) -> Any:
+        moved = original(local, current, target, **options)
+        mesh, placements = target.mesh, target.placements
+        if mesh.ndim != 1 or not (placements[0].is_replicate() or _is_plain_shard(placements[0])):
+            return moved
+        dim = _WHOLE if placements[0].is_replicate() else placements[0].dim % moved.dim()
+        return _SHARED(moved, dim, mesh.size(), mesh.get_local_rank())
+
+    return redistribute
+
+
+def note_sharing(model: nn.Module, graph: fx.GraphModule) -> None:
+    """Note at the nodes of AOTAutograd's graph which part of their values this process has (``site.SHARING``).
+
+    Parameters and buffers are shared as the model says, and what DTensor moves as the trace has noted it.
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        return
+    processes, rank = mesh.size(), mesh.get_local_rank()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        base: Any = getattr(desc, "base", None)
+        if type(base).__name__ not in ("ParamAOTInput", "BufferAOTInput"):
+            continue
+        owner, _, name = base.target.rpartition(".")
+        placement = getattr(model.get_submodule(owner), name).placements[0]
+        node.meta[SHARING] = Sharing(None if placement.is_replicate() else placement.dim, processes, rank)
+    for part in graphs_of(graph):
+        for node in part.graph.find_nodes(op="call_function", target=_SHARED):
+            source, dim, *others = node.args
+            source.meta[SHARING] = Sharing(None if dim == _WHOLE else dim, *others)
+            node.replace_all_uses_with(source)
+            part.graph.erase_node(node)
+        part.recompile()
 
 
 def _uneven(tensor: Any) -> Iterator[CaptureError]:

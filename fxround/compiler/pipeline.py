@@ -30,7 +30,7 @@ from fxround.compiler.torch_backend_graph import received
 from fxround.compiler.torch_version import require_working_torch
 from fxround.compiler.training_step import TrainingStep
 from fxround.errors import PolicyError
-from fxround.graph.dialect import graphs_of
+from fxround.graph.dialect import draws_in_parts, graphs_of
 from fxround.graph.generated_code import forgotten_sources
 from fxround.graph.site import META, Port
 from fxround.operators.formulas import decompositions
@@ -164,7 +164,7 @@ class Pipeline:
 
     def scheduled(self, lowered: fx.GraphModule) -> Graphs:
         """Optimize and schedule a lowered graph."""
-        fused = optimize(lowered) if self.fuse else lowered
+        fused = optimize(lowered) if self.fuse and not draws_in_parts(lowered) else lowered
         return Graphs(lowered, fused, schedule(fused, self.fuse))
 
     def _step(self, captured: Captured, lowered: fx.GraphModule) -> TrainingStep | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -28,6 +28,9 @@ ORIGIN: Final = "fxround_origin"
 REPEATED: Final = "fxround_repeated"
 # Of the output node: the numbers of the values of that graph.
 TAKEN: Final = "fxround_taken"
+
+# How several processes share the value of a node (``Sharing``), where the capture knows it.
+SHARING: Final = "fxround_sharing"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]
 Direction = Literal["forward", "backward", "update"]
@@ -64,6 +67,17 @@ def placed(operator: str, path: str, source: str, code: str) -> str:
     """Return an operator and where it comes from, for messages: module path, source line and its text."""
     where = f" at {source}: {code}" if source else ""
     return f"{operator} in {path or 'the root module'}{where}"
+
+
+class Sharing(NamedTuple):
+    """How several processes share a value: each has an equal part of a dimension, in the order of their ranks.
+
+    dim: the dimension; None: each process has all of the value. rank: of this process.
+    """
+
+    dim: int | None
+    processes: int
+    rank: int
 
 
 @dataclass(frozen=True)

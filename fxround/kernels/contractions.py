@@ -67,15 +67,16 @@ def contract_kernel(
     combine = None if partial is None else chain_rounding(partial, accumulator, carriers, how.flips)
     last, short = after_faults(combine or step, how.flips), "f64" not in carriers
     if rounding is None:
-        result = "f32" if accumulator == "f32" else "f64"
-    finish = unfinished_function(accumulator) if rounding is None else None
+        result, finish = "f32" if accumulator == "f32" else "f64", unfinished_function(accumulator)
+    else:
+        finish = finish_function(last, rounding, accumulator, result)
     kernel = Contract(
         lifts=(
             lift_function(loads[0], accumulator, step, how.product),
             lift_function(loads[1], accumulator, step, how.product),
         ),
         step=general,
-        finish=finish or finish_function(last, rounding, accumulator, result),
+        finish=finish,
         chunk=how.chunk or 0,
         shards=how.shards or 1,
         combine=None if combine is None else _combination(combine, step, accumulator, short, how.flips),

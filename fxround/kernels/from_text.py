@@ -6,17 +6,19 @@ be shared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, cast, get_args
 
 from fxround.errors import shown
+from fxround.kernels.accumulators import accumulator_of, chain_rounding
 from fxround.kernels.contractions import contract_kernel
 from fxround.kernels.kinds import Contract, Exact, Map, Reduce, Scatter
 from fxround.kernels.maps import draws, fused_kernel, map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import scatter_kernel, sum_kernel
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.formats.storage import Storage
+from fxround.numerics.formats.storage import CARRIER_OF, Storage
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
 
@@ -71,6 +73,12 @@ def total(order_of: str, accumulate: str, round_by: str, stored: Storage) -> Red
 def _store(round_by: str) -> Rounding | None:
     """The rounding of a sum that is stored; None for one that is unfinished."""
     return None if round_by == UNFINISHED else rounding(round_by)
+
+
+def accumulators(accumulate: str, loads: Sequence[Storage]) -> Rounding:
+    """The rounding of the accumulators of a sum, or of a sum of products, over elements that are stored so."""
+    how, carriers = accumulation(accumulate), tuple(CARRIER_OF[stored] for stored in loads)
+    return chain_rounding(how.step, accumulator_of(how.step, carriers), carriers, how.flips)
 
 
 def scatter(accumulate: str, stored: Storage) -> Scatter:

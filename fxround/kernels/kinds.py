@@ -33,7 +33,6 @@ from fxround.numerics.formats.storage import Storage
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.orders import Order
 
-
 # The same kernel of the elements of a part of a result, which draw by their numbers in the whole (``in_part``).
 _PART: Final = {True: ("part",), False: ()}
 

@@ -101,12 +101,13 @@ def chain_kernel(
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[load_as],), how.flips)
     last = after_faults(step, how.flips)
     if rounding is None:
-        result = "f32" if accumulator == "f32" else "f64"
-    finish = unfinished_function(accumulator) if rounding is None else None
+        result, finish = "f32" if accumulator == "f32" else "f64", unfinished_function(accumulator)
+    else:
+        finish = finish_function(last, rounding, accumulator, result)
     kernel = Reduce(
         step=add_function("step", step, accumulator, load_as, load_as != "f64", how.flips),
         combine=add_function("combine", step, accumulator, None, load_as != "f64", how.flips),
-        finish=finish or finish_function(last, rounding, accumulator, result),
+        finish=finish,
         order=order,
         loads=(load_as,),
         result=result,

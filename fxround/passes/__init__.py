@@ -26,6 +26,7 @@ from fxround.passes.dropout_masks import lower_draws
 from fxround.passes.inject_faults import inject_faults
 from fxround.passes.loops import own_bodies
 from fxround.passes.normalize import normalize
+from fxround.passes.number_parts import number_parts
 from fxround.passes.optimizations.choose import choose
 from fxround.passes.optimizations.fuse import fuse
 from fxround.passes.optimizations.hoist import hoist
@@ -37,7 +38,7 @@ from fxround.passes.round_fallbacks import compare_selections, round_results, ro
 from fxround.passes.round_inputs import round_entries, round_operands
 from fxround.passes.rounding_gradients import treat_gradients
 from fxround.passes.scaled_results import round_scaled_results
-from fxround.passes.shared_sums import require_shared, share_sums
+from fxround.passes.shared_sums import add_shares, share_sums
 from fxround.passes.verify import verify, verify_accounted
 
 LOWERING: Final[tuple[Pass, ...]] = (
@@ -53,13 +54,14 @@ LOWERING: Final[tuple[Pass, ...]] = (
     share_sums,
     lower_contractions,
     lower_reductions,
+    add_shares,
     lower_pointwise,
     round_entries,
     round_results,
     round_selections,
     compare_selections,
     inject_faults,
-    require_shared,
+    number_parts,
 )
 
 

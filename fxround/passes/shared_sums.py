@@ -2,32 +2,31 @@
 
 An order of S shards is a balanced tree over S parts of a sum. A process that has one of t equal parts computes it under
 S / t shards, and the sums of the processes are added by the rest of the tree, in the order of their ranks: together the
-bits of one process. ``share_sums`` writes this into the graph. Both passes refuse what would show how many processes
-there are.
+bits of one process. ``share_sums`` chooses the part, and ``add_shares`` adds the parts when they have kernels.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
-import torch
 from torch import fx
 
 from fxround.capture.processes import SUM_OF_PROCESSES
 from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.errors import PolicyError, UnsupportedOperator, UnsupportedRounding
-from fxround.graph.dialect import AddProcesses, graphs_of, read
+from fxround.graph.dialect import AddProcesses, Call, ContractionCall, Matmul, Sum, graphs_of, read
 from fxround.graph.dialect.blocks import BlockCall
-from fxround.graph.dtypes import FORMAT_OF, STORAGES
-from fxround.graph.site import META, PORT, Port, Site, float_value, float_values, site
+from fxround.graph.dialect.call import value_of
+from fxround.graph.dialect.reductions import dims_of
+from fxround.graph.site import META, PORT, Port, Site, site
 from fxround.graph.values import evaluate
-from fxround.kernels.accumulators import accumulator_of, chain_rounding
+from fxround.kernels import from_text
+from fxround.kernels.from_text import UNFINISHED, accumulators
 from fxround.numerics.accumulation import Accumulation
-from fxround.numerics.formats import Format
-from fxround.numerics.formats.storage import CARRIER_OF
-from fxround.passes.analyses.draws import any_draws, draws
-from fxround.passes.rewrite import Plan, become, decided, insert, rng_of, round_after, sites
+from fxround.passes.analyses.draws import any_draws
+from fxround.passes.rewrite import Plan, become, decided, locating, rng_of, sites
 from fxround.policy import Assignment
 
 _ADVICE: Final = (
@@ -37,7 +36,7 @@ _ADVICE: Final = (
 
 
 def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
-    """Give each process the part of the order that it computes, and add the parts by a kernel of fxround's.
+    """Give each process the part of the order that it computes.
 
     Raises PolicyError for an order that the processes cannot share.
     """
@@ -45,8 +44,7 @@ def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
     for node, place in sites(graph):
         if node.target not in (SUM_OF_PROCESSES, EXTREME_OF_PROCESSES):
             continue
-        part, group, processes = node.args[:3]
-        assert isinstance(part, fx.Node) and isinstance(group, str) and isinstance(processes, int)
+        part, _, processes = _arguments(node)
         made = site(part)
         if processes == 1:
             node.replace_all_uses_with(part)
@@ -59,29 +57,73 @@ def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         if made is None or made.kind not in ("contraction", "reduction"):
             raise UnsupportedOperator(f"{place}: {processes} processes share a sum that fxround does not find")
-        node.meta[META] = replace(place, assignment=made.assignment)
+        node.meta[META] = replace(place, assignment=made.assignment, number=made.number)
         wanted = decided(made)
+        if wanted is not None:
+            part.meta[META] = replace(made, assignment=_of_each(made, wanted[0], processes))
+
+
+def add_shares(graph: fx.GraphModule, plan: Plan) -> None:
+    """Let each process store the accumulators of its part, and add them by a kernel of fxround's.
+
+    Raises UnsupportedOperator for a sum without a kernel.
+    """
+    for node, place in sites(graph):
+        wanted = decided(place) if node.target is SUM_OF_PROCESSES else None
         if wanted is None:
             continue
-        dtype = node.meta["val"].dtype
-        own = _of_each(made, wanted[0], processes, dtype)
-        part.meta[META] = replace(made, assignment=own)
-        inside, held = str(own.rounding), _holding(own, dtype)
-        rounding = str(wanted[1]) if held == dtype else inside
-        if held != dtype:
-            _widen(graph, part, held)
-        become(graph, node, AddProcesses(part, group, processes, inside, rounding, rng_of(graph), place.number))
-        if held != dtype:
-            evaluate(graph, node)
-            round_after(graph, node, wanted[1], place.number, dtype)
-            node.meta[META] = replace(node.meta[META], assignment=own)
+        part, group, processes = _arguments(node)
+        made, call, dtype = site(part), read(part), node.meta["val"].dtype
+        if made is None or made.assignment is None or not isinstance(call, ContractionCall | Sum):
+            raise UnsupportedOperator(f"{place}: {processes} processes share a sum for which fxround has no kernel")
+        with locating(place):
+            held = accumulators(call.accumulate, call.loads())
+        unfinished: Call[fx.Node] = replace(call, rounding=UNFINISHED)  # type: ignore[arg-type]
+        part.args = unfinished.arguments()
+        evaluate(graph, part)
+        part.meta[META] = replace(made, assignment=replace(made.assignment, rounding=held, blocks=None))
+        whole = _whole(call, wanted[0])
+        become(
+            graph,
+            node,
+            AddProcesses(
+                *(part, group, processes, dtype, *whole, str(wanted[1]), length_of(call)), rng_of(graph), place.number
+            ),
+        )
 
 
-def _of_each(place: Site, assignment: Assignment, processes: int, dtype: torch.dtype) -> Assignment:
-    """Return how one of several processes computes its part of a sum: it rounds what it has to no other format.
+def _arguments(node: fx.Node) -> tuple[fx.Node, str, int]:
+    part, group, processes = node.args[:3]
+    assert isinstance(part, fx.Node) and isinstance(group, str) and isinstance(processes, int)
+    return part, group, processes
 
-    dtype: of the sum in one process, whose chain may have more exponents than the format of its steps.
-    """
+
+def _whole(call: ContractionCall[fx.Node] | Sum[fx.Node], assignment: Assignment) -> tuple[str, str]:
+    """Return the order and the accumulation of the whole sum, as ``AddProcesses`` has them."""
+    return (str(assignment.order), call.accumulate) if isinstance(call, Sum) else ("", str(assignment.of_products))
+
+
+def shards_of_call(call: Any) -> int:
+    """Return the shards in which a call sums; 1 for one that does not."""
+    if isinstance(call, Sum) or (isinstance(call, AddProcesses) and call.order):
+        return from_text.order(call.order).shards
+    if isinstance(call, ContractionCall | AddProcesses):
+        return from_text.accumulation(call.accumulate).shards or 1
+    return 1
+
+
+def length_of(call: ContractionCall[fx.Node] | Sum[fx.Node]) -> int:
+    """Return how many elements a process sums; 0 where that is known at run time alone, or by windows."""
+    if isinstance(call, Sum):
+        value = value_of(call.x)
+        sizes = [value.shape[d] for d in dims_of(value, call.dims)]
+    else:
+        sizes = [value_of(call.a).shape[-1]] if isinstance(call, Matmul) else [0]
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 0
+
+
+def _of_each(place: Site, assignment: Assignment, processes: int) -> Assignment:
+    """Return how one of several processes computes its part of a sum."""
     order, accumulate = assignment.order, assignment.accumulate
     if not isinstance(accumulate, Accumulation):
         raise PolicyError(
@@ -94,29 +136,7 @@ def _of_each(place: Site, assignment: Assignment, processes: int, dtype: torch.d
             f"{place}: {processes} processes share this sum, and its order {order} has {has}: the bits would depend on "
             f"the number of processes; {_ADVICE}"
         )
-    carriers = (CARRIER_OF[STORAGES[dtype]],)
-    inside = chain_rounding(accumulate.step, accumulator_of(accumulate.step, carriers), carriers, accumulate.flips)
-    part, how = replace(order, shards=order.shards // processes), replace(accumulate, step=inside)
-    return replace(assignment, order=part, accumulate=how, rounding=inside, blocks=None)
-
-
-def _holding(assignment: Assignment, dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype that holds what is assigned: this one, or a wider one."""
-    rounding = assignment.rounding
-    assert rounding is not None
-    dtypes = (dtype, torch.float32, torch.float64)
-    return next(d for d in dtypes if rounding.format.within(Format.parse(FORMAT_OF[d])))
-
-
-def _widen(graph: fx.GraphModule, part: fx.Node, dtype: torch.dtype) -> None:
-    """Let a node read its operands in another dtype, which has all of their values, and give its result in it."""
-    for operand in part.all_input_nodes:
-        value = float_value(operand)
-        if value is not None and value.dtype != dtype:
-            wide = insert(graph, part, torch.ops.aten._to_copy.default, (operand,), dtype=dtype)
-            part.replace_input_with(operand, wide)
-    part.kwargs = {name: value for name, value in part.kwargs.items() if name != "dtype"}
-    evaluate(graph, part)
+    return replace(assignment, order=replace(order, shards=order.shards // processes))
 
 
 def _refuse_scales(graph: fx.GraphModule, plan: Plan) -> None:
@@ -144,25 +164,7 @@ def _ports(graph: fx.GraphModule) -> list[Port]:
     return [node.meta[PORT] for node in graph.graph.find_nodes(op="placeholder") if PORT in node.meta]
 
 
-def require_shared(graph: fx.GraphModule, plan: Plan) -> None:
-    """Raise for operations of a model that processes share whose bits would depend on the number of processes.
-
-    Random bits are drawn by the number of an element, which is counted in the part of a process.
-    """
-    if not any(port.shared for port in _ports(graph)):
-        return
-    for part in graphs_of(graph):
-        for node, place in sites(part):
-            call = read(node)
-            if place.kind == "random" and float_values(node):
-                raise UnsupportedOperator(f"{place} draws random numbers. {_OF_PARTS}")
-            if call is not None and draws(call):
-                raise UnsupportedRounding(
-                    f"{place}: the policy {plan.policy.name!r} draws random bits here. {_OF_PARTS}"
-                )
-
-
 _OF_PARTS: Final = (
-    "Processes share this model, and each would count the elements of its own part alone, so that the bits would "
-    "depend on their number: use a policy without random bits and scales, and eval mode where dropout draws"
+    "Processes share this model, and each would have the scale of its own part, so that the bits would depend on their "
+    "number: use a policy without scales"
 )

@@ -96,3 +96,8 @@ def of_fault(stream: int, index: int, part: Part = "elements") -> int:
     """Return the stream of fault number ``index``, from 0 to 3, of what a value or an operand of this stream holds."""
     first = _OPERAND_FAULTS[part] - 4 * _OPERANDS if stream >= _OPERANDS else _FAULTS[part]
     return first + 4 * stream + index
+
+
+def is_moved(stream: int) -> bool:
+    """Whether a stream belongs to a value that an operator moves, alone or as an operand."""
+    return (stream - _OPERANDS) // 8 % _NUMBERS >= _MOVED if stream >= _OPERANDS else stream >= _MOVED

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxround.errors import type_of
 from fxround.graph.dialect import require_state
-from fxround.kernels.kinds import K, in_part
+from fxround.kernels.kinds import in_part
 from fxround.numerics.arithmetic.randomness import Part
 
 _WORD: Final = (1 << 32) - 1
@@ -24,7 +24,9 @@ class Draw:
     """What a kernel's random bits depend on: seed (0 to 2^63 - 1), sample (0 to 2^32 - 1) and the number of the node.
 
     part: where the elements stand in the whole that they are a part of; None: they are the whole. state: the tensor
-    (seed, sample) of a device, which only a kernel of the device reads; ``seed`` and ``sample`` are then 0. Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
+    (seed, sample) of a device, which only a kernel of the device reads; ``seed`` and ``sample`` are then 0.
+
+    Raises TypeError for a seed or a sample that is no int, ValueError for one out of range.
     """
 
     seed: int = 0
@@ -57,7 +59,7 @@ class Draw:
         require_state(rng, parts=False)
         return Draw(node=node, state=rng)
 
-    def of_part(self, kernel: K) -> K:
+    def of_part(self, kernel: Any) -> Any:
         """The kernel that draws by these numbers: for a part, the one that reads where its elements stand."""
         return kernel if self.part is None else in_part(kernel)
 

@@ -40,7 +40,7 @@ from fxround.graph.dialect.loops import (
     read_loop,
 )
 from fxround.graph.dialect.maps import FUSED, MAPS, POINTWISE, Fused, Pointwise, ProgramCall, read_map
-from fxround.graph.dialect.processes import AddProcesses, StateOfPart
+from fxround.graph.dialect.processes import AddProcesses, StateOfPart, draws_in_parts
 from fxround.graph.dialect.reductions import Cumprod, Cumsum, Prod, ReductionCall, ScanCall, Sum
 from fxround.graph.dialect.scatters import IndexPut, ScatterAdd, ScatterCall
 
@@ -87,6 +87,7 @@ __all__ = [
     "Sum",
     "T",
     "block_sizes",
+    "draws_in_parts",
     "graphs_of",
     "is_loop",
     "loops_of",

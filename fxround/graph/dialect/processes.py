@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxround.graph.dialect.call import STATE, Call, T, empty, operator, require_state
 from fxround.graph.dtypes import result_storage
@@ -107,3 +107,8 @@ class StateOfPart(Call[T]):
         """Return an int64 tensor [7]."""
         require_state(self.rng, parts=False)
         return empty(self.rng, (STATE + len(Part._fields),))
+
+
+def draws_in_parts(graph: fx.GraphModule) -> bool:
+    """Whether operations of a lowered graph draw by the numbers that a part's elements have in the whole."""
+    return bool(graph.graph.find_nodes(op="call_function", target=StateOfPart.overload))

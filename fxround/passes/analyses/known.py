@@ -23,6 +23,7 @@ from fxround.graph.dialect import BlockExpand, BlockMaximum, Loop, Pointwise, Sc
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.graph.site import float_values, site
 from fxround.graph.values import outputs_of
+from fxround.kernels import from_text
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import scatter_format
 from fxround.numerics.accumulation import Accumulation
@@ -200,13 +201,19 @@ def _made(graph: fx.GraphModule, node: fx.Node, operands: Known) -> Known:
         # A value that is not hit stays what it was.
         return _of_rounding(last.rounding) | (operands if numbers_of(last.operator) else Known())
     if call is not None:
-        return _of_rounding(Rounding.parse(call.rounding)) if hasattr(call, "rounding") else own
+        return _of_rounding(_stores(call)) if hasattr(call, "rounding") else own
     source = node.args[0] if node.target is operator.getitem else node
     made_by = site(source) if isinstance(source, fx.Node) else None
     if place is None or made_by is None or node.op != "call_function" or made_by.status not in ("exact", "movement"):
         return own
     selected = _selected(node, operands)
     return operands if selected is None else selected if selected.formats else operands | selected
+
+
+def _stores(call: Any) -> Rounding:
+    """Return the rounding of what a call stores."""
+    unfinished = call.rounding == from_text.UNFINISHED
+    return from_text.accumulators(call.accumulate, call.loads()) if unfinished else Rounding.parse(call.rounding)
 
 
 def _of_rounding(rounding: Rounding) -> Known:

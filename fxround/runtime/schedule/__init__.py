@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from fxround.graph.dialect import draws_in_parts
 from fxround.graph.values import copy_node
 from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
@@ -34,6 +35,11 @@ def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
 
     Raises VerificationError if the schedule would use memory after its release.
     """
+    if draws_in_parts(graph):
+        # What runs several kernels together gives them one random state.
+        scheduled = _direct(graph, _dead_after(graph), begun=False)
+        verify_schedule(scheduled)
+        return scheduled
     return _scheduled(graph, fuse, begun=False)
 
 

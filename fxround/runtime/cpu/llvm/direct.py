@@ -119,7 +119,7 @@ class _Direct:
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: DirectVariant) -> None:
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.streams = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
+        self.streams: Any = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
         self.left, self.right, self.out = (MEMORY[s] for s in (*self.kernel.loads, self.kernel.result))
 
     def enter(self, batch: Any, column: Any) -> None:

@@ -202,7 +202,10 @@ def _seeds(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Any:
         return b.load(at(b, array, index, I32), typ=I32)
 
     parts = [load(key, I64(i)) for i in range(3)]
-    nodes, draws = _table(b, "nodes", [3 + w.node for w in words]), _table(b, "draws", [w.draw if w.chain is None else STREAM_DRAW for w in words])
+    nodes, draws = (
+        _table(b, "nodes", [3 + w.node for w in words]),
+        _table(b, "draws", [w.draw if w.chain is None else STREAM_DRAW for w in words]),
+    )
     with count(b, I64(0), I64(len(words))) as d:
         if variant.numbered:
             first = b.add(I64(3), b.mul(d, I64(2)))
@@ -239,7 +242,7 @@ def _draw(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, widths: Sequence
 
 
 def _draw_in_part(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, words: Sequence[Word], part: Part) -> None:
-    """Emit the random words of a block's elements by their numbers in the whole, at place 64 d of ``random`` for draw d.
+    """Emit a block's random words by the numbers of its elements in the whole, at place 64 d of ``random`` for draw d.
 
     Neighbours in a part need not be neighbours in the whole, so that each element takes its own bits of an output.
     """

@@ -117,7 +117,7 @@ class _Planes:
             a = a | {"stride2": I64(variant.step)}
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
         self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
-        self.streams = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
+        self.streams: Any = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, self.lanes)
         self.image, self.result = MEMORY[self.kernel.loads[1]], MEMORY[self.kernel.result]
@@ -278,7 +278,9 @@ class _Planes:
         # The same numbers as in ``contract``: the place in the row-major result.
         places = b.load(at(b, self.a["places"], offset, I64), typ=ir.VectorType(I64, self.lanes), align=8)
         elements = b.add(splat(b, self.base, self.lanes), places)
-        return self.streams.start(b, self.streams.number(b, elements, self.lanes, self.kernel.shards, shard), self.lanes, True)
+        return self.streams.start(
+            b, self.streams.number(b, elements, self.lanes, self.kernel.shards, shard), self.lanes, True
+        )
 
     def _take(self, carried: Carried, here: Any, vectors: int, first: Any, end: Any) -> None:
         """Take the steps first ... end, ascending."""

@@ -144,7 +144,7 @@ class Item:
         self.lanes = variant.lanes
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, variant.lanes)
-        self.streams = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
+        self.streams: Any = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
         self.ends = scratch(b, MEMORY[self.kernel.result], self.lanes)
         # Scratch: ``chunk`` packed rows of ``pitch``, a panel of ``block`` steps by ``width`` columns, then the parked
         # accumulators and the parked states, ``chunk`` x ``width`` of each for every panel, on every level of the tree
@@ -222,7 +222,9 @@ class Item:
         # column get the stream of offset 0, and their results are dropped.
         offsets = masked_load(b, at(b, self.a["out_n"], column, I64), I64, exists, self.lanes)
         elements = b.add(splat(b, line, self.lanes), offsets)
-        state = self.streams.start(b, self.streams.number(b, elements, self.lanes, self.kernel.shards, shard), self.lanes, True)
+        state = self.streams.start(
+            b, self.streams.number(b, elements, self.lanes, self.kernel.shards, shard), self.lanes, True
+        )
         b.store(state, self._slots(row, vector, self.level)[1], align=8)
 
     def multiply(self, row: Any, rows: int, block: Block) -> None:

@@ -1,0 +1,341 @@
+"""Which part of a value a process has, where several processes share a model.
+
+A capture knows how parameters are shared, and what the conversions of DTensors give. This analysis follows them through
+a graph: a value is whole, or this process has a block of one dimension of it, or it is this process's part of a sum.
+Where an operator is not known, or its operands do not fit together, nothing is known of its value: then nothing is
+promised of it. A block may be inside of a dimension: of rows of several images, one process may have some of each.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, fx
+
+from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
+from fxround.graph.dialect import (
+    AddProcesses,
+    Matmul,
+    Pointwise,
+    ReductionCall,
+    ScanCall,
+    Sum,
+    is_loop,
+    read,
+)
+from fxround.graph.site import PORT, PORTS, SHARING, Port, Sharing
+from fxround.graph.values import outputs_of
+from fxround.operators.rules import rule_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value that every process has as a whole. uniform: all elements are one number."""
+
+    uniform: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """A value of which this process has a block of each of the equal pieces of a dimension.
+
+    dim: the dimension. size: the number of its elements in a block, an expression of symbolic sizes.
+    """
+
+    dim: int
+    size: Any
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """This process's part of a sum."""
+
+
+State = Whole | Block | Unfinished | None
+_CONSTANTS: Final = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.zeros_like.default)
+_WHOLE: Final = Whole()
+
+
+def states_of(graph: fx.GraphModule) -> dict[fx.Node, State]:
+    """Return what this process has of the value of each node; None where that is not known."""
+    states: dict[fx.Node, State] = {}
+    # The gradient of a result is shared as the result is, which the first time shows.
+    for _ in range(2):
+        results = _results(graph, states)
+        states = {}
+        for node in graph.graph.nodes:
+            states[node] = _seeded(node) or _state(node, states, results)
+    return states
+
+
+def _results(graph: fx.GraphModule, states: Mapping[fx.Node, State]) -> dict[int, State]:
+    """Return the states of the results, by their positions."""
+    ports: tuple[Port, ...] = graph.graph.output_node().meta.get(PORTS) or ()
+    pairs = zip(ports, outputs_of(graph), strict=False)
+    return {port.index: states.get(value) for port, value in pairs if port.kind == "result"}
+
+
+def _seeded(node: fx.Node) -> State:
+    """Return what the capture knows of a node."""
+    known: Sharing | None = node.meta.get(SHARING)
+    if known is None:
+        return None
+    return _WHOLE if known.dim is None else Block(known.dim, expression(_shape(node)[known.dim]))
+
+
+def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int, State]) -> State:
+    if node.op == "placeholder":
+        port: Port | None = node.meta.get(PORT)
+        return results.get(port.index) if port is not None and port.kind == "tangent" else _WHOLE
+    if node.op != "call_function" or is_loop(node):
+        return None
+    operands = [used for used in node.all_input_nodes if _is_tensors(used)]
+    given = [states[used] for used in operands]
+    call, name = read(node), str(node.target)
+    if node.target in _CONSTANTS:
+        return Whole(uniform=True)
+    if isinstance(call, AddProcesses):
+        return _WHOLE if isinstance(states[call.x], Unfinished) else None
+    if name.startswith("_c10d_functional.") or None in given or any(isinstance(s, Unfinished) for s in given):
+        return None
+    if all(isinstance(state, Whole) for state in given):
+        return Whole(uniform=bool(given) and all(isinstance(s, Whole) and s.uniform for s in given) and call is None)
+    if isinstance(call, Pointwise):
+        return _joined(node, call.xs, states)
+    if isinstance(call, Matmul):
+        return _product(call, states)
+    if isinstance(call, ReductionCall):
+        return _reduced(node, call, states[call.x])
+    if isinstance(call, ScanCall):
+        state = states[call.x]
+        return state if isinstance(state, Block) and state.dim != call.dim % len(_shape(call.x)) else None
+    if call is not None:
+        return None
+    moved = _MOVED.get(node.target)
+    if moved is not None:
+        return moved(node, states)
+    rule = rule_of(node)
+    elementwise = rule is not None and rule.kind in ("pointwise", "elementary", "exact", "predicate")
+    same = isinstance(node.meta.get("val"), Tensor) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return _joined(node, operands, states) if elementwise and same else None
+
+
+def _is_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value))
+
+
+def _shape(node: Any) -> Sequence[Any]:
+    shape: Sequence[Any] = node.meta["val"].shape
+    return shape
+
+
+def expression(size: Any) -> Any:
+    """Return a size as an expression of symbolic sizes."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def product(sizes: Sequence[Any]) -> Any:
+    """Return the product of sizes as an expression."""
+    return sympy.prod([expression(size) for size in sizes])
+
+
+def equal(x: Any, y: Any) -> bool:
+    """Whether two expressions are equal for all sizes."""
+    return bool(sympy.expand(x - y) == 0)
+
+
+def _joined(node: fx.Node, operands: Sequence[fx.Node], states: Mapping[fx.Node, State]) -> State:
+    """Return the state of a map over operands that broadcast."""
+    dims, block = len(_shape(node)), None
+    for operand in operands:
+        state = states[operand]
+        if isinstance(state, Block):
+            placed = Block(state.dim + dims - len(_shape(operand)), state.size)
+            if block is not None and (placed.dim != block.dim or not equal(placed.size, block.size)):
+                return None
+            block = placed
+    assert block is not None
+    for operand in operands:
+        state, place = states[operand], block.dim - dims + len(_shape(operand))
+        # A whole operand would have elements of other processes, too, unless it is one for all.
+        if (
+            isinstance(state, Whole)
+            and not state.uniform
+            and place >= 0
+            and not equal(product([_shape(operand)[place]]), 1)
+        ):
+            return None
+    return block
+
+
+def _product(call: Matmul[fx.Node], states: Mapping[fx.Node, State]) -> State:
+    a, b, dims = states[call.a], states[call.b], len(_shape(call.a))
+    if isinstance(a, Block) and isinstance(b, Block):
+        if a.dim == b.dim == 0 and dims == 3 and equal(a.size, b.size):
+            return a
+        both = (a.dim, b.dim) == (dims - 1, dims - 2)
+        whole = equal(a.size, product([_shape(call.a)[-1]])) and equal(b.size, product([_shape(call.b)[-2]]))
+        return Unfinished() if both and whole else None
+    if isinstance(a, Block):
+        return a if a.dim == dims - 2 else None
+    assert isinstance(b, Block)
+    return b if b.dim == dims - 1 else None
+
+
+def _reduced(node: fx.Node, call: ReductionCall[fx.Node], state: State) -> State:
+    assert isinstance(state, Block)
+    shape = _shape(call.x)
+    dims = sorted(d % len(shape) for d in call.dims) or list(range(len(shape)))
+    return _without(state, shape, dims, call.keepdim, isinstance(call, Sum))
+
+
+def _without(state: Block, shape: Sequence[Any], dims: Sequence[int], keepdim: bool, sums: bool) -> State:
+    """Return the state of a value after a reduction of these dimensions, ascending."""
+    if state.dim in dims:
+        first = next(d for d in dims if d == state.dim or not equal(product([shape[d]]), 1))
+        whole = first == state.dim and equal(state.size, product([shape[state.dim]]))
+        return Unfinished() if sums and whole else None
+    return state if keepdim else Block(state.dim - sum(d < state.dim for d in dims), state.size)
+
+
+# ---- what moves values ----
+
+
+def _same(node: Any, states: Mapping[fx.Node, State]) -> State:
+    return states[node.args[0]]
+
+
+def _permuted(node: Any, states: Mapping[fx.Node, State]) -> State:
+    x, dims = node.args
+    state = states[x]
+    assert isinstance(state, Block)
+    order = [d % len(_shape(x)) for d in dims]
+    return Block(order.index(state.dim), state.size)
+
+
+def _reshaped(node: Any, states: Mapping[fx.Node, State]) -> State:
+    """Return the state of a view: the elements of a run stay neighbours.
+
+    A dimension of size 1 beside the block is of the whole, or this process's part of one: that cannot be told.
+    """
+    x = node.args[0]
+    state, before, after = states[x], _shape(x), _shape(node)
+    assert isinstance(state, Block)
+    if len(before) == len(after) and all(equal(product([m]), product([n])) for m, n in zip(before, after, strict=True)):
+        return state
+    run = state.size * product(before[state.dim + 1 :])
+    behind: Any = sympy.Integer(1)
+    for dim in reversed(range(len(after))):
+        wide = behind * product([after[dim]])
+        pieces = sympy.cancel(wide / run)
+        if _is_multiple(pieces):
+            size = sympy.cancel(run / behind)
+            ones = [_ones(shape, d) for shape, d in ((before, state.dim), (after, dim))]
+            fits = _is_multiple(size) and ones[1] <= ones[0] and not equal(state.size, 1)
+            return Block(dim, size) if fits else None
+        behind = wide
+    return None
+
+
+def _is_multiple(quotient: Any) -> bool:
+    """Whether a quotient of products of sizes has no denominator."""
+    return bool(sympy.fraction(sympy.together(quotient))[1] == 1)
+
+
+def _ones(shape: Sequence[Any], dim: int) -> int:
+    """Return the number of dimensions of size 1 just before one."""
+    count = 0
+    while dim - count > 0 and shape[dim - count - 1] == 1 and isinstance(shape[dim - count - 1], int):
+        count += 1
+    return count
+
+
+def _expanded(node: Any, states: Mapping[fx.Node, State]) -> State:
+    x = node.args[0]
+    state, before, after = states[x], _shape(x), _shape(node)
+    assert isinstance(state, Block)
+    dim = state.dim + len(after) - len(before)
+    return Block(dim, state.size) if equal(product([before[state.dim]]), product([after[dim]])) else None
+
+
+def _unsqueezed(node: Any, states: Mapping[fx.Node, State]) -> State:
+    state, dim = states[node.args[0]], node.args[1] % len(_shape(node))
+    assert isinstance(state, Block)
+    return Block(state.dim + (dim <= state.dim), state.size)
+
+
+def _selected(node: Any, states: Mapping[fx.Node, State]) -> State:
+    x, dim = node.args[:2]
+    state, chosen = states[x], dim % len(_shape(x))
+    assert isinstance(state, Block)
+    return None if chosen == state.dim else Block(state.dim - (chosen < state.dim), state.size)
+
+
+def _cut(node: Any, states: Mapping[fx.Node, State]) -> State:
+    """Return the state of a part of another dimension, or of all of this one."""
+    x = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else 0
+    state = states[x]
+    assert isinstance(state, Block)
+    if dim % len(_shape(x)) != state.dim:
+        return state
+    return state if equal(product([_shape(x)[state.dim]]), product([_shape(node)[state.dim]])) else None
+
+
+def _split(node: Any, states: Mapping[fx.Node, State]) -> State:
+    x = node.args[0]
+    dim = node.args[2] if len(node.args) > 2 else 0
+    state = states[x]
+    return state if isinstance(state, Block) and dim % len(_shape(x)) != state.dim else None
+
+
+def _joined_along(node: Any, states: Mapping[fx.Node, State]) -> State:
+    """Return the state of parts that are put side by side in another dimension."""
+    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    given = [states[part] for part in parts]
+    first = given[0]
+    if not isinstance(first, Block) or dim % len(_shape(node)) == first.dim:
+        return None
+    return first if all(s == first for s in given) else None
+
+
+def _looked_up(node: Any, states: Mapping[fx.Node, State]) -> State:
+    """Return the state of rows of a table."""
+    weight, indices = (states[used] for used in node.args[:2])
+    if isinstance(weight, Block) and weight.dim == 1 and isinstance(indices, Whole):
+        return Block(len(_shape(node)) - 1, weight.size)
+    return indices if isinstance(weight, Whole) and isinstance(indices, Block) else None
+
+
+def _largest(node: Any, states: Mapping[fx.Node, State]) -> State:
+    x, dims = node.args[0], list(node.args[1]) if len(node.args) > 1 else []
+    state = states[x]
+    assert isinstance(state, Block)
+    shape = _shape(x)
+    chosen = sorted(d % len(shape) for d in dims) or list(range(len(shape)))
+    return _without(state, shape, chosen, len(node.args) > 2 and bool(node.args[2]), sums=False)
+
+
+_MOVED: Final[dict[Any, Callable[[Any, Mapping[fx.Node, State]], State]]] = {
+    **dict.fromkeys((aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default), _same),
+    operator.getitem: _same,
+    aten.permute.default: _permuted,
+    **dict.fromkeys((aten.reshape.default, aten.view.default, aten._unsafe_view.default), _reshaped),
+    aten.expand.default: _expanded,
+    aten.unsqueeze.default: _unsqueezed,
+    aten.select.int: _selected,
+    aten.slice.Tensor: _cut,
+    aten.split_with_sizes.default: _split,
+    aten.cat.default: _joined_along,
+    aten.embedding.default: _looked_up,
+    aten.amax.default: _largest,
+    aten.amin.default: _largest,
+}

@@ -1,0 +1,131 @@
+"""Number parts: where processes share a model, elements draw random bits by their numbers in the whole.
+
+A kernel numbers the elements of its result. A process that has a part of a value gives it the random state of this part
+(``StateOfPart``), so that each element has the bits that it has in one process. Operations of which this process's part
+is not known are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fxround.errors import UnsupportedOperator, UnsupportedRounding
+from fxround.graph.dialect import (
+    AddProcesses,
+    Call,
+    ScanCall,
+    StateOfPart,
+    graphs_of,
+    read,
+)
+from fxround.graph.site import META, SHARING, Sharing, Site, float_values
+from fxround.passes import streams
+from fxround.passes.analyses.draws import draws
+from fxround.passes.analyses.sharing import Block, State, Unfinished, Whole, equal, expression, states_of
+from fxround.passes.rewrite import Plan, insert, rng_of, sites
+from fxround.passes.shared_sums import shards_of_call
+
+
+def number_parts(graph: fx.GraphModule, plan: Plan) -> None:
+    """Let each operation that draws take the random state of the part that this process has of its result.
+
+    Raises UnsupportedRounding where the part is not known, UnsupportedOperator for random numbers of PyTorch's.
+    """
+    sharing = _sharing(graph)
+    if sharing is None:
+        return
+    states: dict[fx.Node, State] | None = None
+    for node, place in sites(graph):
+        call = read(node)
+        if call is None and place.kind == "random" and float_values(node):
+            raise UnsupportedOperator(f"{place} draws random numbers. {_ADVICE}")
+        if call is None or not draws(call):
+            continue
+        states = states_of(graph) if states is None else states
+        _number(graph, node, place, call, states, sharing)
+    for body in graphs_of(graph):
+        if body is not graph and any(draws(call) for call in map(read, body.graph.nodes) if call is not None):
+            raise UnsupportedRounding(f"the policy {plan.policy.name!r} draws random bits in a loop. {_ADVICE}")
+
+
+def _sharing(graph: fx.GraphModule) -> Sharing | None:
+    """Return how processes share a value of the graph; None for a model of one process."""
+    known = [n.meta[SHARING] for n in graph.graph.nodes if SHARING in n.meta]
+    return next((sharing for sharing in known if sharing.processes > 1), None)
+
+
+def _number(
+    graph: fx.GraphModule,
+    node: fx.Node,
+    place: Site,
+    call: Any,
+    states: Mapping[fx.Node, State],
+    sharing: Sharing,
+) -> None:
+    state = states[node]
+    if state is None or streams.is_moved(call.node):
+        raise UnsupportedRounding(
+            f"{place} draws random bits, and fxround does not know which part of its result this process has. {_ADVICE}"
+        )
+    if isinstance(state, Whole) and not isinstance(call, AddProcesses):
+        return
+    if isinstance(call, AddProcesses) and not call.length:
+        raise UnsupportedRounding(f"{place} draws random bits in a sum whose length may change. {_ADVICE}")
+    if call.kernel(call.loads()) is None:
+        raise UnsupportedRounding(f"{place} draws random bits in a program that is too long for one kernel. {_ADVICE}")
+    chunk: list[Any] = []
+    if isinstance(state, Block):
+        sizes = _numbered(node, call)
+        chunk = [_as_argument(graph, node, size) for size in (state.size, *sizes[state.dim + 1 :])]
+    shards = shards_of_call(call)
+    whole = shards * sharing.processes if isinstance(state, Unfinished) else shards
+    part = StateOfPart(
+        rng_of(graph),
+        chunk,
+        sharing.processes if chunk else 1,
+        sharing.rank if chunk else 0,
+        whole,
+        shards * sharing.rank if isinstance(state, Unfinished) else 0,
+    )
+    made = insert(graph, node, part.overload, part.arguments())
+    made.meta[META] = replace(made.meta[META], status="integer")
+    node.args = replace(call, rng=made).arguments()
+
+
+def _numbered(node: fx.Node, call: Call[fx.Node]) -> Sequence[Any]:
+    """Return the sizes of what a kernel numbers: elements of its result; of a scan, lines."""
+    shape = list(node.meta["val"].shape)
+    if isinstance(call, ScanCall):
+        shape[call.dim % len(shape)] = 1
+    return shape
+
+
+def _as_argument(graph: fx.GraphModule, near: fx.Node, size: Any) -> Any:
+    """Return a size as an argument of a node: a number, or a node that computes it."""
+    wanted = expression(size)
+    if wanted.is_Integer:
+        return int(wanted)
+    for node in graph.graph.nodes:
+        if node is near:
+            break
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and equal(expression(value), wanted):
+            return node
+        if isinstance(value, Tensor):
+            dim = next((d for d, n in enumerate(value.shape) if equal(expression(n), wanted)), None)
+            if dim is not None:
+                return insert(graph, near, torch.ops.aten.sym_size.int, (node, dim))
+    raise UnsupportedRounding(
+        f"{near.name} draws random bits for {wanted} elements, a size that no value has. {_ADVICE}"
+    )
+
+
+_ADVICE: Final = (
+    "Processes share this model, and each must draw the bits that its elements have in one process: use a policy that "
+    "draws nothing here, or eval mode where dropout draws"
+)
