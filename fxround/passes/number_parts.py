@@ -7,6 +7,7 @@ is not known are refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -23,7 +24,7 @@ from fxround.graph.dialect import (
     graphs_of,
     read,
 )
-from fxround.graph.site import META, SHARING, Sharing, Site, float_values
+from fxround.graph.site import META, PORT, SHARING, Port, Sharing, Site, float_values
 from fxround.passes import streams
 from fxround.passes.analyses.draws import draws
 from fxround.passes.analyses.sharing import Block, State, Unfinished, Whole, equal, expression, states_of
@@ -39,14 +40,15 @@ def number_parts(graph: fx.GraphModule, plan: Plan) -> None:
     sharing = _sharing(graph)
     if sharing is None:
         return
-    states: dict[fx.Node, State] | None = None
+    drawing: list[tuple[fx.Node, Site, Any]] = []
     for node, place in sites(graph):
         call = read(node)
         if call is None and place.kind == "random" and float_values(node):
             raise UnsupportedOperator(f"{place} draws random numbers. {_ADVICE}")
-        if call is None or not draws(call):
-            continue
-        states = states_of(graph) if states is None else states
+        if call is not None and draws(call):
+            drawing.append((node, place, call))
+    states = states_of(graph, [node for node, _, _ in drawing]) if drawing else {}
+    for node, place, call in drawing:
         _number(graph, node, place, call, states, sharing)
     for body in graphs_of(graph):
         if body is not graph and any(draws(call) for call in map(read, body.graph.nodes) if call is not None):
@@ -110,9 +112,9 @@ def _as_argument(graph: fx.GraphModule, near: fx.Node, size: Any) -> Any:
     wanted = expression(size)
     if wanted.is_Integer:
         return int(wanted)
-    for node in graph.graph.nodes:
-        if node is near:
-            break
+    # The forward part of a graph has no gradients of results, of which a size could be taken.
+    earlier = itertools.takewhile(lambda node: node is not near, graph.graph.nodes)
+    for node in (*near.all_input_nodes, *(node for node in earlier if not _is_tangent(node))):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and equal(expression(value), wanted):
             return node
@@ -123,6 +125,11 @@ def _as_argument(graph: fx.GraphModule, near: fx.Node, size: Any) -> Any:
     raise UnsupportedRounding(
         f"{near.name} draws random bits for {wanted} elements, a size that no value has. {_ADVICE}"
     )
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    port: Port | None = node.meta.get(PORT)
+    return port is not None and port.kind == "tangent"
 
 
 _ADVICE: Final = (

@@ -9,8 +9,8 @@ promised of it. A block may be inside of a dimension: of rows of several images,
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import sympy  # type: ignore[import-untyped]
@@ -30,7 +30,6 @@ from fxround.graph.dialect import (
 )
 from fxround.graph.site import PORT, PORTS, SHARING, Port, Sharing
 from fxround.graph.values import outputs_of
-from fxround.operators.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -61,18 +60,65 @@ class Unfinished:
 State = Whole | Block | Unfinished | None
 _CONSTANTS: Final = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.zeros_like.default)
 _WHOLE: Final = Whole()
+_VIEWS: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
-def states_of(graph: fx.GraphModule) -> dict[fx.Node, State]:
-    """Return what this process has of the value of each node; None where that is not known."""
+def states_of(graph: fx.GraphModule, wanted: Collection[fx.Node]) -> dict[fx.Node, State]:
+    """Return what this process has of the value of each node; None where that is not known.
+
+    wanted: the nodes whose numbers of elements are needed. A view of a block may have a dimension of size 1 of which
+    it cannot be told whether it is this process's part of one: a choice must fit the whole graph, and no other choice
+    that fits it may give a wanted node other numbers.
+    """
+    for outermost in (False, True):
+        states, doubts = _followed(graph, _Choices(outermost))
+        if all(states[node] is not None for node in wanted):
+            break
+    chosen = outermost
+    for view, dims in doubts.items():
+        for dim in dims:
+            others, _ = _followed(graph, _Choices(chosen, {view: dim}))
+            if any(others[node] is None and state is not None for node, state in states.items()):
+                continue
+            for node in wanted:
+                if not _same_numbers(node, states[node], others[node]):
+                    states[node] = None
+    return states
+
+
+def _same_numbers(node: fx.Node, first: State, second: State) -> bool:
+    """Whether the elements of a node have the same numbers in the whole."""
+    if isinstance(first, Block) and isinstance(second, Block):
+        shape = _shape(node)
+        return equal(*(state.size * product(shape[state.dim + 1 :]) for state in (first, second)))
+    return first == second
+
+
+@dataclass
+class _Choices:
+    """Which of several possible dimensions has the block of a view: the outermost or the innermost, or a given one."""
+
+    outermost: bool
+    given: Mapping[fx.Node, int] = field(default_factory=dict)
+    doubts: dict[fx.Node, list[int]] = field(default_factory=dict)
+
+    def of(self, view: fx.Node, dims: list[int]) -> int:
+        """Return the dimension of a view, and note the others. dims: those that are possible, innermost first."""
+        chosen = self.given.get(view, dims[-1 if self.outermost else 0])
+        if len(dims) > 1:
+            self.doubts[view] = [dim for dim in dims if dim != chosen]
+        return chosen
+
+
+def _followed(graph: fx.GraphModule, choices: _Choices) -> tuple[dict[fx.Node, State], dict[fx.Node, list[int]]]:
     states: dict[fx.Node, State] = {}
     # The gradient of a result is shared as the result is, which the first time shows.
     for _ in range(2):
         results = _results(graph, states)
         states = {}
         for node in graph.graph.nodes:
-            states[node] = _seeded(node) or _state(node, states, results)
-    return states
+            states[node] = _seeded(node) or _state(node, states, results, choices)
+    return states, choices.doubts
 
 
 def _results(graph: fx.GraphModule, states: Mapping[fx.Node, State]) -> dict[int, State]:
@@ -90,7 +136,7 @@ def _seeded(node: fx.Node) -> State:
     return _WHOLE if known.dim is None else Block(known.dim, expression(_shape(node)[known.dim]))
 
 
-def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int, State]) -> State:
+def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int, State], choices: _Choices) -> State:
     if node.op == "placeholder":
         port: Port | None = node.meta.get(PORT)
         return results.get(port.index) if port is not None and port.kind == "tangent" else _WHOLE
@@ -118,13 +164,13 @@ def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int,
         return state if isinstance(state, Block) and state.dim != call.dim % len(_shape(call.x)) else None
     if call is not None:
         return None
+    if node.target in _VIEWS:
+        return _reshaped(node, states, choices)
     moved = _MOVED.get(node.target)
     if moved is not None:
         return moved(node, states)
-    rule = rule_of(node)
-    elementwise = rule is not None and rule.kind in ("pointwise", "elementary", "exact", "predicate")
-    same = isinstance(node.meta.get("val"), Tensor) and torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return _joined(node, operands, states) if elementwise and same else None
+    elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return _joined(node, operands, states) if elementwise and isinstance(node.meta["val"], Tensor) else None
 
 
 def _is_tensors(node: fx.Node) -> bool:
@@ -139,6 +185,8 @@ def _shape(node: Any) -> Sequence[Any]:
 
 def expression(size: Any) -> Any:
     """Return a size as an expression of symbolic sizes."""
+    if isinstance(size, sympy.Basic):
+        return size
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
@@ -221,11 +269,8 @@ def _permuted(node: Any, states: Mapping[fx.Node, State]) -> State:
     return Block(order.index(state.dim), state.size)
 
 
-def _reshaped(node: Any, states: Mapping[fx.Node, State]) -> State:
-    """Return the state of a view: the elements of a run stay neighbours.
-
-    A dimension of size 1 beside the block is of the whole, or this process's part of one: that cannot be told.
-    """
+def _reshaped(node: Any, states: Mapping[fx.Node, State], choices: _Choices) -> State:
+    """Return the state of a view: the elements of a run stay neighbours."""
     x = node.args[0]
     state, before, after = states[x], _shape(x), _shape(node)
     assert isinstance(state, Block)
@@ -235,12 +280,14 @@ def _reshaped(node: Any, states: Mapping[fx.Node, State]) -> State:
     behind: Any = sympy.Integer(1)
     for dim in reversed(range(len(after))):
         wide = behind * product([after[dim]])
-        pieces = sympy.cancel(wide / run)
-        if _is_multiple(pieces):
+        if _is_multiple(sympy.cancel(wide / run)):
             size = sympy.cancel(run / behind)
-            ones = [_ones(shape, d) for shape, d in ((before, state.dim), (after, dim))]
-            fits = _is_multiple(size) and ones[1] <= ones[0] and not equal(state.size, 1)
-            return Block(dim, size) if fits else None
+            if not _is_multiple(size):
+                return None
+            ones = _ones(after, dim)
+            sure = ones <= _ones(before, state.dim) and not equal(state.size, 1)
+            place = choices.of(node, [dim - i for i in range(1 if sure else ones + 1)])
+            return Block(place, size if place == dim else sympy.Integer(1))
         behind = wide
     return None
 
@@ -328,7 +375,6 @@ _MOVED: Final[dict[Any, Callable[[Any, Mapping[fx.Node, State]], State]]] = {
     **dict.fromkeys((aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default), _same),
     operator.getitem: _same,
     aten.permute.default: _permuted,
-    **dict.fromkeys((aten.reshape.default, aten.view.default, aten._unsafe_view.default), _reshaped),
     aten.expand.default: _expanded,
     aten.unsqueeze.default: _unsqueezed,
     aten.select.int: _selected,
