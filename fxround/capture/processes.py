@@ -251,10 +251,16 @@ def define_apart(
         for node in part.graph.find_nodes(op="call_function", target=torch.rms_norm):
             operand, *rest = node.args
             with part.graph.inserting_before(node):
-                narrow = operand.meta["example_value"].dtype not in (torch.float32, torch.float64)
-                # One process converts 16 bits to binary32 first, and adds there.
-                other = None if narrow else _converted_again(part.graph, operand)
-                new = part.graph.call_function(_rms_norm, (operand, other, *rest), node.kwargs)
+                if operand.meta["example_value"].dtype not in (torch.float32, torch.float64):
+                    # One process converts 16 bits to binary32 first, and adds there.
+                    new = part.graph.call_function(_rms_norm, (operand, *rest), node.kwargs)
+                else:
+                    # The second conversion is where one process reads the operand for the second time, so that the
+                    # gradients are added in the turn that they have there.
+                    shape, weight, eps = _arguments_of_rms_norm(*rest, **node.kwargs)
+                    root = part.graph.call_function(_rms_root, (operand, shape, eps))
+                    again = _converted_again(part.graph, operand)
+                    new = part.graph.call_function(_rms_scaled, (again, root, weight))
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             part.graph.erase_node(node)
@@ -339,7 +345,7 @@ def require_sums_of_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
 # What converts between DTensors, and to and from tensors of a process.
 _CONVERSIONS: Final = ("from_local", "redistribute", "to_local", "full_tensor")
 # Functions with one derivative by their first operand, to which it contributes once.
-_USING_ONCE: Final = ("linear", "layer_norm", "embedding", "_rms_norm")
+_USING_ONCE: Final = ("linear", "layer_norm", "embedding", "_rms_norm", "_rms_root", "_rms_scaled")
 
 
 def _converts(node: fx.Node) -> bool:
@@ -371,20 +377,26 @@ def _name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
 
 
-def _rms_norm(
-    x: Tensor, again: Tensor | None, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Return ``torch.rms_norm``, which has a derivative of its own for DTensors alone.
+def _arguments_of_rms_norm(shape: Any, weight: Any = None, eps: Any = None) -> tuple[Any, Any, Any]:
+    return shape, weight, eps
 
-    again: x, converted again to a DTensor; None for x itself.
-    """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    least = torch.finfo(dtype).eps if eps is None else eps
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Return ``torch.rms_norm``, which has a derivative of its own for DTensors alone."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return _rms_scaled(wide, _rms_root(wide, shape, eps), weight).to(x.dtype)
+
+
+def _rms_root(x: Tensor, shape: Sequence[int], eps: float | None) -> Tensor:
+    """Return the reciprocal of the root mean square over the last dimensions, of this shape."""
+    least = torch.finfo(x.dtype).eps if eps is None else eps
     dims = list(range(x.dim() - len(shape), x.dim()))
-    wide = x.to(dtype)
-    root = torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + least)
-    result = (wide if again is None else again.to(dtype)) * root
-    return (result if weight is None else result * weight).to(x.dtype)
+    return torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + least)
+
+
+def _rms_scaled(x: Tensor, root: Tensor, weight: Tensor | None) -> Tensor:
+    scaled = x * root
+    return scaled if weight is None else scaled * weight
 
 
 def _refused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -448,7 +460,8 @@ def whole(tensor: Any) -> Any:
 def replicated(like: Any, tensor: Tensor) -> Any:
     """Return a tensor that every process holds as a whole as a DTensor on the mesh of another one."""
     mesh = like.device_mesh
-    return tensor_class().from_local(tensor, mesh, _replicated(like._spec).placements, run_check=False)
+    noted = _SHARED(tensor, _WHOLE, mesh.size(), mesh.get_local_rank()) if mesh.ndim == 1 else tensor
+    return tensor_class().from_local(noted, mesh, _replicated(like._spec).placements, run_check=False)
 
 
 def parts_of(x: Any, dims: Sequence[int]) -> bool:

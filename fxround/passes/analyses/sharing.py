@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """This process's part of a sum."""
+    """This process's part of a sum, or of a maximum."""
 
 
 State = Whole | Block | Unfinished | None
@@ -147,8 +147,8 @@ def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int,
     call, name = read(node), str(node.target)
     if node.target in _CONSTANTS:
         return Whole(uniform=True)
-    if isinstance(call, AddProcesses):
-        return _WHOLE if isinstance(states[call.x], Unfinished) else None
+    if isinstance(call, AddProcesses) or node.target is EXTREME_OF_PROCESSES:
+        return _WHOLE if isinstance(given[0], Unfinished) else None
     if name.startswith("_c10d_functional.") or None in given or any(isinstance(s, Unfinished) for s in given):
         return None
     if all(isinstance(state, Whole) for state in given):
@@ -242,15 +242,16 @@ def _reduced(node: fx.Node, call: ReductionCall[fx.Node], state: State) -> State
     assert isinstance(state, Block)
     shape = _shape(call.x)
     dims = sorted(d % len(shape) for d in call.dims) or list(range(len(shape)))
-    return _without(state, shape, dims, call.keepdim, isinstance(call, Sum))
+    reduced = _without(state, shape, dims, call.keepdim)
+    return reduced if isinstance(call, Sum) or not isinstance(reduced, Unfinished) else None
 
 
-def _without(state: Block, shape: Sequence[Any], dims: Sequence[int], keepdim: bool, sums: bool) -> State:
+def _without(state: Block, shape: Sequence[Any], dims: Sequence[int], keepdim: bool) -> State:
     """Return the state of a value after a reduction of these dimensions, ascending."""
     if state.dim in dims:
         first = next(d for d in dims if d == state.dim or not equal(product([shape[d]]), 1))
         whole = first == state.dim and equal(state.size, product([shape[state.dim]]))
-        return Unfinished() if sums and whole else None
+        return Unfinished() if whole else None
     return state if keepdim else Block(state.dim - sum(d < state.dim for d in dims), state.size)
 
 
@@ -368,7 +369,7 @@ def _largest(node: Any, states: Mapping[fx.Node, State]) -> State:
     assert isinstance(state, Block)
     shape = _shape(x)
     chosen = sorted(d % len(shape) for d in dims) or list(range(len(shape)))
-    return _without(state, shape, chosen, len(node.args) > 2 and bool(node.args[2]), sums=False)
+    return _without(state, shape, chosen, len(node.args) > 2 and bool(node.args[2]))
 
 
 _MOVED: Final[dict[Any, Callable[[Any, Mapping[fx.Node, State]], State]]] = {
