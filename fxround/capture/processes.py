@@ -45,13 +45,24 @@ torch.library.register_fake("fxround::sum_of_processes", lambda x, group, proces
 SUM_OF_PROCESSES: Final = torch.ops.fxround.sum_of_processes.default
 
 # The same tensor, with a note for the passes: what this process has of a value that several processes share.
-LIBRARY.define("shared(Tensor x, int dim, int processes, int rank) -> Tensor")
-LIBRARY.impl("shared", lambda x, dim, processes, rank: x.clone(), "CompositeExplicitAutograd")
+LIBRARY.define("shared(Tensor x, int dim, int size) -> Tensor")
+LIBRARY.impl("shared", lambda x, dim, size: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "fxround::shared", lambda x, dim, processes, rank: x.new_empty_strided(x.shape, x.stride()), lib=LIBRARY
+    "fxround::shared", lambda x, dim, size: x.new_empty_strided(x.shape, x.stride()), lib=LIBRARY
 )
 _SHARED: Final = torch.ops.fxround.shared.default
 _WHOLE: Final = -1
+
+
+def noted(x: Tensor, dim: int | None, size: int | None = None) -> Tensor:
+    """Return a tensor with a note of what this process has of it (``site.Sharing``)."""
+    return _SHARED(x, _WHOLE if dim is None else dim, 0 if size is None else size)  # type: ignore[no-any-return]
+
+
+def apart(x: Tensor) -> Tensor:
+    """Return a tensor that every process computes from its rank, as indices into its own part."""
+    return noted(x, None, -1)
+
 
 _ATEN: Final = torch.ops.aten
 # Products with the dimensions of their operands over which they sum.
@@ -187,11 +198,10 @@ def _noted(module: Any) -> Callable[..., Any]:
 
     def redistribute(local: Any, current: Any, target: Any, **options: Any) -> Any:
         moved = original(local, current, target, **options)
-        mesh, placements = target.mesh, target.placements
-        if mesh.ndim != 1 or not (placements[0].is_replicate() or _is_plain_shard(placements[0])):
+        placements = target.placements
+        if len(placements) != 1 or not (placements[0].is_replicate() or _is_plain_shard(placements[0])):
             return moved
-        dim = _WHOLE if placements[0].is_replicate() else placements[0].dim % moved.dim()
-        return _SHARED(moved, dim, mesh.size(), mesh.get_local_rank())
+        return noted(moved, None if placements[0].is_replicate() else placements[0].dim % moved.dim())
 
     return redistribute
 
@@ -215,8 +225,9 @@ def note_sharing(model: nn.Module, graph: fx.GraphModule) -> None:
         node.meta[SHARING] = Sharing(None if placement.is_replicate() else placement.dim, processes, rank)
     for part in graphs_of(graph):
         for node in part.graph.find_nodes(op="call_function", target=_SHARED):
-            source, dim, *others = node.args
-            source.meta[SHARING] = Sharing(None if dim == _WHOLE else dim, *others)
+            source, dim, size = node.args
+            known = Sharing(None if dim == _WHOLE else dim, processes, rank, size or None)
+            source.meta[SHARING] = known
             node.replace_all_uses_with(source)
             part.graph.erase_node(node)
         part.recompile()
@@ -460,8 +471,8 @@ def whole(tensor: Any) -> Any:
 def replicated(like: Any, tensor: Tensor) -> Any:
     """Return a tensor that every process holds as a whole as a DTensor on the mesh of another one."""
     mesh = like.device_mesh
-    noted = _SHARED(tensor, _WHOLE, mesh.size(), mesh.get_local_rank()) if mesh.ndim == 1 else tensor
-    return tensor_class().from_local(noted, mesh, _replicated(like._spec).placements, run_check=False)
+    tensor = noted(tensor, None) if mesh.ndim == 1 else tensor
+    return tensor_class().from_local(tensor, mesh, _replicated(like._spec).placements, run_check=False)
 
 
 def parts_of(x: Any, dims: Sequence[int]) -> bool:

@@ -19,7 +19,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import set_original_aten_op
 
-from fxround.capture.processes import LIBRARY, finished, is_shared, parts_of, replicated, tensor_class, whole
+from fxround.capture.processes import (
+    LIBRARY,
+    apart,
+    finished,
+    is_shared,
+    noted,
+    parts_of,
+    replicated,
+    tensor_class,
+    whole,
+)
 
 LIBRARY.define("extreme_of_processes(Tensor x, str group, int processes, bool largest) -> Tensor")
 
@@ -216,7 +226,7 @@ def _chosen(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return finished(op, args, kwargs)
     part, wanted = x.to_local(), index.to_local()
     first, count = _owned(x, dim)
-    found = op(part, dim, (wanted - first).clamp(0, count - 1), *rest, **kwargs)
+    found = op(part, dim, apart((wanted - first).clamp(0, count - 1)), *rest, **kwargs)
     return replicated(x, _all_of(x, found).gather(0, (wanted // count).unsqueeze(0)).squeeze(0))
 
 
@@ -230,7 +240,7 @@ def _placed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     padding = [0, 0] * (part.dim() - 1 - dim % part.dim()) + [0, 1]
     longer = _ATEN.constant_pad_nd(part, padding, 0.0)
     placed = op(longer, dim, _inside(places, first, count), source.to_local())
-    return _like(x, placed.narrow(dim, 0, count))
+    return _like(x, noted(placed.narrow(dim, 0, count), dim % part.dim()))
 
 
 def _rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,7 +249,7 @@ def _rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not parts_of(weight, [0]) or not _is_whole(indices):
         return finished(op, args, kwargs)
     wanted, (first, count) = indices.to_local(), _owned(weight, 0)
-    found = _all_of(weight, op(weight.to_local(), (wanted - first).clamp(0, count - 1), *rest, **kwargs))
+    found = _all_of(weight, op(weight.to_local(), apart((wanted - first).clamp(0, count - 1)), *rest, **kwargs))
     elements = wanted.numel()
     places = (wanted // count).reshape(-1) * elements + torch.arange(elements, device=wanted.device)
     rows = found.reshape(-1, found.shape[-1]).index_select(0, places)
@@ -262,7 +272,7 @@ class _Rows(torch.autograd.Function):
         places = _inside(wanted, first, count)
         places = torch.where(wanted == ctx.padding, count, places) if ctx.padding >= 0 else places
         rows = _ATEN.embedding_dense_backward(whole(gradient).to_local(), places, count + 1, -1, ctx.scales)
-        return _like(weight, rows[:count]), None, None, None
+        return _like(weight, noted(noted(rows, 0, count)[:count], 0)), None, None, None
 
 
 def embedding(
@@ -296,7 +306,7 @@ def _owned(x: Any, dim: int) -> tuple[int, Any]:
 def _inside(places: Tensor, first: Any, count: Any) -> Tensor:
     """Return places in a part of ``count`` elements, for others that beyond its end."""
     own = places - first
-    return torch.where((own < 0) | (own >= count), count, own)
+    return apart(torch.where((own < 0) | (own >= count), count, own))
 
 
 def _like(x: Any, part: Tensor) -> Any:

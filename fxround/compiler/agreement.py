@@ -17,7 +17,7 @@ from torch import fx
 
 from fxround.errors import CaptureError, FxroundError
 from fxround.graph.dialect import graphs_of
-from fxround.graph.site import operator_name
+from fxround.graph.site import SAME, operator_name
 from fxround.policy import Policy
 from fxround.runtime.processes import MADE_AGAIN
 from fxround.version import VERSION
@@ -139,7 +139,8 @@ def _text(graph: fx.GraphModule) -> str:
     """
     named = [(operator_name(node), node.args) for node in graph.graph.nodes]
     chosen = [(name, args) for name, args in named if name.startswith(("fxround.", "_c10d_functional."))]
-    return "\n".join(" ".join([name, *(a for a in args if isinstance(a, str))]) for name, args in chosen)
+    lines = [" ".join([name, *(a for a in args if isinstance(a, str))]) for name, args in chosen]
+    return "\n".join([*lines, graph.meta.get(SAME, "")])
 
 
 def _digest(text: str) -> str:

@@ -31,6 +31,8 @@ TAKEN: Final = "fxround_taken"
 
 # How several processes share the value of a node (``Sharing``), where the capture knows it.
 SHARING: Final = "fxround_sharing"
+# Of a graph: the text of what computes the values that all processes have as a whole, where elements draw.
+SAME: Final = "fxround_same"
 
 Status = Literal["rounded", "native", "movement", "exact", "integer"]
 Direction = Literal["forward", "backward", "update"]
@@ -72,12 +74,15 @@ def placed(operator: str, path: str, source: str, code: str) -> str:
 class Sharing(NamedTuple):
     """How several processes share a value: each has an equal part of a dimension, in the order of their ranks.
 
-    dim: the dimension; None: each process has all of the value. rank: of this process.
+    dim: the dimension; None: each process has all of the value. rank: of this process. size: the number of elements of
+    the dimension that are this process's part; None: all that it has. A value that each process has as a whole, and
+    computes from its rank, has the size -1.
     """
 
     dim: int | None
     processes: int
     rank: int
+    size: int | None = None
 
 
 @dataclass(frozen=True)

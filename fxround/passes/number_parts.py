@@ -24,7 +24,7 @@ from fxround.graph.dialect import (
     graphs_of,
     read,
 )
-from fxround.graph.site import META, PORT, SHARING, Port, Sharing, Site, float_values
+from fxround.graph.site import META, PORT, SAME, SHARING, Port, Sharing, Site, float_values
 from fxround.passes import streams
 from fxround.passes.analyses.draws import draws
 from fxround.passes.analyses.sharing import Block, State, Unfinished, Whole, equal, expression, states_of
@@ -48,11 +48,31 @@ def number_parts(graph: fx.GraphModule, plan: Plan) -> None:
         if call is not None and draws(call):
             drawing.append((node, place, call))
     states = states_of(graph, [node for node, _, _ in drawing]) if drawing else {}
+    if drawing:
+        graph.meta[SAME] = _of_all(states)
     for node, place, call in drawing:
         _number(graph, node, place, call, states, sharing)
     for body in graphs_of(graph):
         if body is not graph and any(draws(call) for call in map(read, body.graph.nodes) if call is not None):
             raise UnsupportedRounding(f"the policy {plan.policy.name!r} draws random bits in a loop. {_ADVICE}")
+
+
+def _of_all(states: Mapping[fx.Node, State]) -> str:
+    """Return what computes the values that all processes have as a whole: it must be the same in all of them.
+
+    A model that computes such a value from its rank would draw other bits in other processes.
+    """
+    computed = [
+        (str(node.target), fx.map_arg((node.args, node.kwargs), lambda _: None))
+        for node, state in states.items()
+        if isinstance(state, Whole) and isinstance(node.meta.get("val"), Tensor) and not _becomes_part(node)
+    ]
+    return "\n".join(map(str, computed))
+
+
+def _becomes_part(node: fx.Node) -> bool:
+    """Whether nothing but a part that the capture knows is made of a value: DTensor takes parts by the rank."""
+    return SHARING in node.meta or (bool(node.users) and all(map(_becomes_part, node.users)))
 
 
 def _sharing(graph: fx.GraphModule) -> Sharing | None:

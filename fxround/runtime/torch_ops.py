@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from fxround.graph import dialect
-from fxround.graph.dialect import CALLS, LIBRARY, AddProcesses, Call, Fused, Pointwise, ProgramCall, StateOfPart
+from fxround.graph.dialect import (
+    CALLS,
+    LIBRARY,
+    AddProcesses,
+    Call,
+    Fused,
+    Pointwise,
+    ProgramCall,
+    StateOfPart,
+    require_state,
+)
 from fxround.runtime.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
 from fxround.runtime.cpu import convolution, matmul, reduction_ops
 from fxround.runtime.cpu.contraction import Pending
@@ -62,11 +72,14 @@ def add_processes(call: AddProcesses[Tensor]) -> Tensor:
     if not kernel.draws:
         return run_kernel(kernel, parts, NO_KEY)[0]
     draw = Draw.of(call.rng, call.node)
+    if draw.part is None:
+        raise ValueError("an addition of processes that draws needs the random state of a part of the whole")
     return run_kernel(draw.of_part(kernel), parts, draw.key())[0]
 
 
 def state_of_part(call: StateOfPart[Tensor]) -> Tensor:
     """The random state of a part of a result."""
+    require_state(call.rng, parts=False)
     return torch.cat([call.rng, torch.tensor(call.part, dtype=torch.int64)])
 
 

@@ -19,7 +19,6 @@ from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.compiler import agreement
 from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import AddProcesses, Sum
-from fxround.graph.dialect.processes import tree_of
 from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
@@ -57,12 +56,18 @@ POLICIES: dict[str, Any] = {
             Rule(operands="binary16"),
         ),
     ),
+    "stochastic": Policy(
+        "stochastic", (Rule(rounding="dtype/stochastic", accumulate="binary32/stochastic", order="shards:8/lanes:16"),)
+    ),
+    "up_down": Policy(
+        "up_down", (Rule(rounding="bfloat16/up_down", accumulate="binary32/up_down", order="shards:8/sequential"),)
+    ),
 }
 CASES = {
-    "MLP": ("reproducible_sharded", "narrow results", "narrow sums", "wide sums"),
+    "MLP": ("reproducible_sharded", "narrow results", "narrow sums", "wide sums", "stochastic", "up_down"),
     "MLP of bfloat16": ("reproducible_sharded",),
-    "transformer": ("reproducible_sharded",),
-    "llama": ("reproducible_sharded",),
+    "transformer": ("reproducible_sharded", "up_down"),
+    "llama": ("reproducible_sharded", "stochastic"),
     "vocabulary": ("reproducible_sharded",),
     "maxima": ("reproducible_sharded",),
 }
@@ -233,15 +238,6 @@ def test_one_process_adds_nothing(group: Callable[..., DeviceMesh]) -> None:
     assert not any("processes" in str(node.target) for node in compiled.graph.graph.nodes)
 
 
-def test_the_tree_adds_neighbours() -> None:
-    r, s = "binary32/nearest_even/inf", "bfloat16/nearest_even/inf"
-    assert tree_of(4, r, r) == f"t0 = add(x0, x1) @ {r}; t1 = add(x2, x3) @ {r}; t2 = add(t0, t1) @ {r}"
-    assert tree_of(2, r, s) == f"t0 = add(x0, x1) @ {r}; t1 = identity(t0) @ {s}"
-    assert tree_of(1, r, r) == f"t0 = identity(x0) @ {r}"
-    with pytest.raises(ValueError, match="3 processes have no balanced tree"):
-        tree_of(3, r, r)
-
-
 STOCK = Policy("stock", (Rule(rounding="dtype", accumulate="native"),))
 NO_SHARDS = Policy("lanes", (Rule(rounding="dtype", accumulate="binary32"),))
 TWO_SHARDS = Policy("two", (Rule(rounding="dtype", accumulate="binary32", order="shards:2/lanes:4"),))
@@ -250,7 +246,6 @@ REFUSED: dict[str, tuple[int, Any, type[Exception], str]] = {
     "stock": (2, STOCK, PolicyError, "the policy leaves it to the stock kernel"),
     "three": (3, "reproducible_sharded", PolicyError, "8 shards, which 3 cannot share evenly"),
     "four in two": (4, TWO_SHARDS, PolicyError, "2 shards, which 4 cannot share evenly"),
-    "random": (2, TWO_SHARDS.with_rules(Rule("up", rounding="dtype/stochastic")), UnsupportedRounding, "draws random"),
     "scales": (
         2,
         Policy("mx", (*TWO_SHARDS.rules, Rule(operands="mxfp8"))),

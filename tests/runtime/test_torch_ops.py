@@ -37,10 +37,23 @@ def calls() -> dict[str, tuple[Any, ...]]:
     image, kernel, gradient = normal(2, 6, 7, 4).transpose(1, 3), normal(6, 2, 3, 3), normal(2, 7, 6, 3).transpose(1, 2)
     windows = ([1, 2], [1, 1], [1, 1], False, [0, 0], 2)
     rows = torch.tensor([[3, 0, 0], [1, 1, 2]])
+    part = OPS.state_of_part(rng(), [], 1, 0, 8, 0)
     return {
         "pointwise": ([turned, normal(5)], f"t0 = add(x0, x1) @ {SR}", torch.float32, rng(), 1),
         "fused": ([turned, normal(5)], f"t0 = add(x0, x1) @ {SR}; return t0", "f32", rng(), [1]),
-        "add_processes": (turned, "a group of one", 1, SR, "bfloat16/stochastic/inf", rng(), 6),
+        "add_processes": (
+            turned.double(),
+            "one",
+            1,
+            torch.float32,
+            "",
+            f"{SR} shards=8",
+            "bfloat16/stochastic/inf",
+            3,
+            part,
+            6,
+        ),
+        "state_of_part": (rng(), [4, 5], 2, 1, 8, 4),
         "matmul": (turned, turned.t(), SR, RNE, rng(), 2),
         "convolution": (image, kernel, *windows, SR, RNE, rng(), 3),
         "convolution_input_gradient": (gradient, kernel, [2, 4, 7, 6], *windows, SR, RNE, rng(), 3),

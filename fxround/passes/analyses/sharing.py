@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.graph.dialect import (
     AddProcesses,
+    IndexPut,
     Matmul,
     Pointwise,
     ReductionCall,
@@ -30,6 +31,7 @@ from fxround.graph.dialect import (
 )
 from fxround.graph.site import PORT, PORTS, SHARING, Port, Sharing
 from fxround.graph.values import outputs_of
+from fxround.passes.analyses.draws import draws
 
 aten = torch.ops.aten
 
@@ -57,7 +59,13 @@ class Unfinished:
     """This process's part of a sum, or of a maximum."""
 
 
-State = Whole | Block | Unfinished | None
+@dataclass(frozen=True)
+class Own:
+    """A value that this process computes from its rank, such as indices into its part: of another in each process."""
+
+
+OWN: Final = Own()
+State = Whole | Block | Unfinished | Own | None
 _CONSTANTS: Final = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.zeros_like.default)
 _WHOLE: Final = Whole()
 _VIEWS: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
@@ -133,7 +141,9 @@ def _seeded(node: fx.Node) -> State:
     known: Sharing | None = node.meta.get(SHARING)
     if known is None:
         return None
-    return _WHOLE if known.dim is None else Block(known.dim, expression(_shape(node)[known.dim]))
+    if known.dim is None:
+        return _WHOLE if known.size is None else OWN
+    return Block(known.dim, expression(known.size or _shape(node)[known.dim]))
 
 
 def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int, State], choices: _Choices) -> State:
@@ -142,15 +152,18 @@ def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int,
         return results.get(port.index) if port is not None and port.kind == "tangent" else _WHOLE
     if node.op != "call_function" or is_loop(node):
         return None
-    operands = [used for used in node.all_input_nodes if _is_tensors(used)]
-    given = [states[used] for used in operands]
     call, name = read(node), str(node.target)
+    state = getattr(call, "rng", None)
+    operands = [used for used in node.all_input_nodes if _is_tensors(used) and used is not state]
+    given = [states[used] for used in operands]
     if node.target in _CONSTANTS:
         return Whole(uniform=True)
     if isinstance(call, AddProcesses) or node.target is EXTREME_OF_PROCESSES:
         return _WHOLE if isinstance(given[0], Unfinished) else None
-    if name.startswith("_c10d_functional.") or None in given or any(isinstance(s, Unfinished) for s in given):
+    if name.startswith("_c10d_functional.") or None in given or any(isinstance(s, Unfinished | Own) for s in given):
         return None
+    if call is not None and draws(call) and all(isinstance(s, Whole) and s.uniform for s in given):
+        return _beside(node, states)
     if all(isinstance(state, Whole) for state in given):
         return Whole(uniform=bool(given) and all(isinstance(s, Whole) and s.uniform for s in given) and call is None)
     if isinstance(call, Pointwise):
@@ -162,6 +175,8 @@ def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int,
     if isinstance(call, ScanCall):
         state = states[call.x]
         return state if isinstance(state, Block) and state.dim != call.dim % len(_shape(call.x)) else None
+    if isinstance(call, IndexPut):
+        return _placed(call, states)
     if call is not None:
         return None
     if node.target in _VIEWS:
@@ -222,6 +237,27 @@ def _joined(node: fx.Node, operands: Sequence[fx.Node], states: Mapping[fx.Node,
         ):
             return None
     return block
+
+
+def _beside(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
+    """Return the state of random numbers, as a mask of dropout: that of what they are multiplied with."""
+    shape, found = _shape(node), set[State]()
+    for user in node.users:
+        for other in user.all_input_nodes:
+            same = other is not node and _is_tensors(other) and isinstance(other.meta["val"], Tensor)
+            if same and len(_shape(other)) == len(shape) and other in states:
+                found.add(states[other])
+    return found.pop() if len(found) == 1 else None
+
+
+def _placed(call: IndexPut[fx.Node], states: Mapping[fx.Node, State]) -> State:
+    """Return the state of rows that are added to zeros, of which a process has some columns."""
+    zeros, values = states[call.x], states[call.values]
+    rows = len(call.indices) == 1 and isinstance(call.indices[0], fx.Node) and states[call.indices[0]] == _WHOLE
+    if not rows or not isinstance(values, Block) or not isinstance(zeros, Whole) or not zeros.uniform:
+        return None
+    dim = values.dim - len(_shape(call.values)) + len(_shape(call.x))
+    return Block(dim, values.size) if dim >= 1 else None
 
 
 def _product(call: Matmul[fx.Node], states: Mapping[fx.Node, State]) -> State:
