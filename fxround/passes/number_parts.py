@@ -19,12 +19,15 @@ from fxround.errors import UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import (
     AddProcesses,
     Call,
+    Pointwise,
     ScanCall,
     StateOfPart,
     graphs_of,
     read,
 )
 from fxround.graph.site import META, PORT, SAME, SHARING, Port, Sharing, Site, float_values
+from fxround.kernels import from_text
+from fxround.numerics.faults import numbers_of
 from fxround.passes import streams
 from fxround.passes.analyses.draws import draws
 from fxround.passes.analyses.sharing import Block, State, Unfinished, Whole, equal, expression, states_of
@@ -45,8 +48,11 @@ def number_parts(graph: fx.GraphModule, plan: Plan) -> None:
         call = read(node)
         if call is None and place.kind == "random" and float_values(node):
             raise UnsupportedOperator(f"{place} draws random numbers. {_ADVICE}")
-        if call is not None and draws(call):
-            drawing.append((node, place, call))
+        if call is None or not draws(call):
+            continue
+        if _flips(call):
+            raise UnsupportedRounding(f"{place} flips bits by chance. {_ADVICE}")
+        drawing.append((node, place, call))
     states = states_of(graph, [node for node, _, _ in drawing]) if drawing else {}
     if drawing:
         graph.meta[SAME] = _of_all(states)
@@ -73,6 +79,13 @@ def _of_all(states: Mapping[fx.Node, State]) -> str:
 def _becomes_part(node: fx.Node) -> bool:
     """Whether nothing but a part that the capture knows is made of a value: DTensor takes parts by the rank."""
     return SHARING in node.meta or (bool(node.users) and all(map(_becomes_part, node.users)))
+
+
+def _flips(call: Any) -> bool:
+    """Whether bits of a call's values or accumulators flip."""
+    if isinstance(call, Pointwise):
+        return any(numbers_of(s.operator) is not None for s in from_text.program(call.program).statements)
+    return from_text.accumulation(call.accumulate).flips is not None
 
 
 def _sharing(graph: fx.GraphModule) -> Sharing | None:

@@ -17,8 +17,8 @@ import fxround
 from fxround import Policy, Rule
 from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.compiler import agreement
-from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
-from fxround.graph.dialect import AddProcesses, Sum
+from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedRounding
+from fxround.graph.dialect import AddProcesses, Pointwise, Sum
 from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
@@ -174,7 +174,7 @@ def test_one_process_resumes_what_several_saved(ranks: list[dict[str, Any]], pla
 def test_all_processes_end_with_an_error_if_one_of_them_differs(ranks: list[dict[str, Any]]) -> None:
     """What they compute afterwards shows that none of them waits for another one."""
     assert len({found["other policies"] for found in ranks}) == 1
-    assert "process 1 has another policy than process 0: 'wide'" in ranks[0]["other policies"]
+    assert "process 1 has another policy than process 0: 'up_down'" in ranks[0]["other policies"]
     assert "cannot be captured as one graph" in ranks[1]["another model"]
     said = f"process 1 of the {len(ranks)} that share the model has an error, so that no process runs it: CaptureError"
     assert all(said in found["another model"] for rank, found in enumerate(ranks) if rank != 1)
@@ -230,7 +230,7 @@ def test_accumulators_are_passed_on_as_they_are(group: Callable[..., DeviceMesh]
     half = prepared(model_of("MLP of bfloat16", mesh).requires_grad_(False), batch_of("MLP of bfloat16"))
     for compiled, dtype in ((wide, torch.float64), (half, torch.float32)):
         (node,) = (node for node in compiled.graph.graph.nodes if node.target == AddProcesses.overload)
-        assert node.meta["val"].dtype == node.args[0].meta["val"].dtype == dtype
+        assert node.args[0].meta["val"].dtype == dtype
 
 
 def test_one_process_adds_nothing(group: Callable[..., DeviceMesh]) -> None:
@@ -525,12 +525,43 @@ class _Summed(nn.Module):
         return self.layer(x).sum((0, 1)).to_local()
 
 
-def test_dropout_is_refused_in_training(group: Callable[..., DeviceMesh]) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5))
-    parallelize_module(model, group(2), {"0": ColwiseParallel()})
-    with pytest.raises((UnsupportedOperator, UnsupportedRounding), match="random"):
-        prepared(model, torch.ones(3, 4))
-    assert prepared(model.eval(), torch.ones(3, 4))(torch.ones(3, 4)).shape == (3, 4)
+def rounded_by(rounding: str, **fields: Any) -> Policy:
+    return Policy("rounded", (Rule(rounding=rounding, accumulate="binary32", order="shards:8/lanes:16", **fields),))
+
+
+def test_parts_draw_by_their_place_in_the_whole(group: Callable[..., DeviceMesh]) -> None:
+    """Rank 1 of 2 has columns 24 to 47 of 48 in "up", and all of what follows the sum."""
+    compiled = prepared(model_of("MLP", group(2, 1)), batch_of("MLP"), rounded_by("bfloat16/stochastic"))
+    calls = [node for node in compiled.graph.graph.nodes if node.target == Pointwise.overload]
+    states = {str(n.meta["fxround"].path): n.args[3] for n in calls if n.meta["fxround"].direction == "forward"}
+    (chunk, processes, rank, shards, shard) = states["up"].args[1:]
+    assert (chunk, processes, rank, shards, shard) == ([24], 2, 1, 1, 0)
+    assert states["down"].op == "placeholder"
+
+
+class _Cut(nn.Module):
+    """A model that takes, of what a layer has in this process, the first elements."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[:, :3] * 2
+
+
+UNKNOWN: dict[str, tuple[Any, Any]] = {
+    "a slice": (rounded_by("bfloat16/stochastic"), "fxround does not know which part of its result"),
+    "faults": (rounded_by("bfloat16", faults="any:0.1"), "flips bits by chance"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_draws_of_unknown_parts_are_refused(case: str, group: Callable[..., DeviceMesh]) -> None:
+    policy, message = UNKNOWN[case]
+    model = _Cut(parallelize_module(nn.Linear(4, 8), group(2), ColwiseParallel()))
+    with pytest.raises(UnsupportedRounding, match=message):
+        prepared(model, torch.ones(3, 4), policy)
 
 
 if __name__ == "__main__":

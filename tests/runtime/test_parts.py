@@ -158,9 +158,9 @@ def test_processes_go_on_with_a_sum(dtype: torch.dtype, chains: str) -> None:
 
 def test_bad_parts() -> None:
     x = normal(4).double()
-    with pytest.raises(ValueError, match="8 shards, which 3 processes cannot share evenly"):
+    with pytest.raises(ValueError, match="8 shards, which 3 processes cannot share"):
         added([x] * 3, torch.float32, "", f"{SR} shards=8", RNE, 5)
-    with pytest.raises(ValueError, match="accumulators of .* are stored as f64, got f32"):
+    with pytest.raises(ValueError, match=r"accumulators of .* are stored as f64, got f32"):
         added([x.float()] * 2, torch.float32, "", f"{SR} shards=8", RNE, 5)
     with pytest.raises(ValueError, match="needs the random state of a part"):
         OPS.add_processes(x, "one", 1, torch.float32, "", f"{SR} shards=8", "bfloat16/stochastic/inf", 5, rng(), 6)
