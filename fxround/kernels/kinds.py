@@ -23,7 +23,7 @@ word k div 32 shifted left by k mod 32.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -64,7 +64,7 @@ class Word:
     node: int
     draw: int
     width: int = 32
-    chain: Chain | None = None
+    chain: Chain | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,8 @@ class Map:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything that the compiled code depends on."""
-        return _digest("map", self.body, self.loads, self.results, self.draws, *_PART[self.parts])
+        chains = [word.chain for word in self.draws if word.chain is not None]
+        return _digest("map", self.body, self.loads, self.results, self.draws, *chains, *_PART[self.parts])
 
 
 @dataclass(frozen=True, eq=False)
