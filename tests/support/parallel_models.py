@@ -193,7 +193,8 @@ def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
         x = batch_of(name)
         x = x.requires_grad_() if x.is_floating_point() else x
         y = compiled(x)
-        y.square().sum().backward()
+        with loss_parallel():  # stock PyTorch's loss of shared logits has its gradient here alone
+            y.square().sum().backward()
         found[f"{mode} result"] = whole(y.detach())
         named = [*compiled.named_parameters(), *([("x", x)] if x.is_floating_point() else [])]
         found |= {f"{mode} {path}": whole(p.grad) for path, p in named}
