@@ -151,6 +151,15 @@ def local(value: Any) -> Any:
     return value.to_local() if is_shared(value) else value
 
 
+def part_like(shared: Any, whole: Tensor) -> Tensor:
+    """Return what this process has of a whole tensor, if it is shared as a DTensor is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    placed: Any = distribute_tensor(whole, shared.device_mesh, shared.placements, src_data_rank=None)
+    part: Tensor = placed.to_local()
+    return part
+
+
 @contextlib.contextmanager
 def finished_sums(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Trace in this block: sums over what processes share are finished where they are computed.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.capture import Captured
-from fxround.capture.processes import is_part, is_shared, local
+from fxround.capture.processes import is_part, is_shared, local, part_like
 from fxround.compiler.pipeline import Pipeline
 from fxround.errors import FxroundError, PolicyError, shown, type_of
 from fxround.graph.site import DIRECTION, PORT, ROLE, site
@@ -127,13 +127,15 @@ class _Compiled:
 class _Batch:
     """Steps with one formula and its numbers: the parameter, the gradient and the states of each, and its seed.
 
-    later: the states of no dimensions after the step
+    later: the states of no dimensions after the step. whole: whether the entries are DTensors, and the step is one of
+    whole tensors
     """
 
     update: Update
     compiled: _Compiled
     numbers: dict[str, float]
     later: Mapping[str, float]
+    whole: bool = False
     entries: list[list[Tensor]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
 
@@ -351,8 +353,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
                     following = replace(at, step=at.step + 1, scalars=later)
                     self._refuse_capture(numbers != update.numbers(group, following))
                 compiled = self._compile(update, tuple(numbers), p.dtype, path, at.shape)
-                _refuse_parts(p, compiled)
-                batch = batches[key] = _Batch(update, compiled, numbers, later)
+                batch = batches[key] = _Batch(update, compiled, numbers, later, is_part(p) and _is_of_whole(compiled))
             for name in batch.update.states:
                 if state.get(name) is None:
                     state[name] = batch.update.initial(name, p, group)
@@ -361,7 +362,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
                 moved.append((state, batch.later))
             batch.seeds.append(seed)
             entry = [p, p.grad, *(state[name] for name in batch.update.states)]
-            batch.entries.append(list(map(local, entry)) if is_shared(p) else entry)
+            batch.entries.append(list(map(local, entry)) if is_shared(p) and not batch.whole else entry)
         for state, before in counted:
             state["step"] = before
         if counted:
@@ -382,7 +383,17 @@ class RoundedOptimizer(torch.optim.Optimizer):
             )
 
     def _update(self, batch: _Batch, done: int) -> None:
-        """Take the steps of a batch: one call for the tensors that a kernel can overwrite."""
+        """Take the steps of a batch: one call for the tensors that a kernel can overwrite.
+
+        Tensors that several processes have to know as a whole are gathered for one parameter at a time.
+        """
+        if batch.whole:
+            for entry, seed in zip(batch.entries, batch.seeds, strict=True):
+                gathered = [tensor.full_tensor().detach() for tensor in entry]  # type: ignore[attr-defined]
+                self._update(replace(batch, whole=False, entries=[gathered], seeds=[seed]), done)
+                for before, after in zip(_old(entry), _old(gathered), strict=True):
+                    local(before).copy_(part_like(before, after))
+            return
         compiled, rest = batch.compiled, list(range(len(batch.seeds)))
         if compiled.kernel is not None:
             short = [i for i in rest if is_row_major(batch.entries[i])]
@@ -486,16 +497,9 @@ def _refuse_options(group: Mapping[str, Any]) -> None:
             raise ValueError(f"the optimizer's option {option}=True has no formula: pass {option}=False")
 
 
-def _refuse_parts(p: Tensor, compiled: _Compiled) -> None:
-    """Raise FxroundError for a parameter of which this process has a part, and a step that must know of the others."""
-    if not is_part(p):
-        return
-    counted = "matrices" if compiled.shape != (-1,) else counted_in_parts(compiled.lowered)
-    if counted:
-        raise FxroundError(
-            f"a parameter is a DTensor, of which this process has a part, and its step has {counted}, which would be "
-            "those of the part: use an optimizer and a policy without them"
-        )
+def _is_of_whole(compiled: _Compiled) -> bool:
+    """Whether a step depends on more than the elements that it computes: on their numbers, blocks or matrices."""
+    return compiled.shape != (-1,) or bool(counted_in_parts(compiled.lowered))
 
 
 def _refuse_tensors(p: Tensor) -> None:

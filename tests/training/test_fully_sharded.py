@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read  # noqa:
 from torch.distributed.checkpoint.state_dict_saver import save as write  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: E402
-from torch.distributed.tensor import Shard  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 from fxround.training.distributed import average_in_order  # noqa: E402
 
@@ -113,9 +113,9 @@ def own_of(model: Any, rank: int, size: int, shared: int) -> Iterator[int]:
             yield j
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, policy: str = "reproducible") -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return compile_optimizer(torch.optim.AdamW(trained, lr=0.05), "reproducible", seed=5)
+    return compile_optimizer(torch.optim.AdamW(trained, lr=0.05), policy, seed=5)
 
 
 def whole(tensors: Any) -> list[Tensor]:
@@ -171,12 +171,14 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
             for p, before in zip(model.parameters(), start, strict=True):
                 p.to_local().copy_(before)
         average_in_order(compiled, micro_batches=SHARED)
-        optimizer = optimizer_of(compiled)
+        optimizer = optimizer_of(compiled, "stochastic" if name == "drawn" else "reproducible")
         train(compiled, optimizer, range(1), rank, size)
         if name == "drawn":
             save(compiled, optimizer, f"{out}.checkpoint")
         train(compiled, optimizer, range(1, STEPS), rank, size)
         found[name] = whole(compiled.parameters()), compiled.rng
+
+    found["whole steps"] = [whole([p])[0] for p in stepped(lambda p: fully_shard(p).weight)]
 
     compiled, data = parallelized(size)
     found["parallelized"] = whole(trained_together(compiled, data.get_local_rank(), data.size()).parameters())
@@ -198,6 +200,20 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
     dist.destroy_process_group()
 
 
+def stepped(share: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield parameters after steps that a process cannot take of its part alone: of matrices, and of blocks."""
+    blocks = Policy("blocks", (Rule(rounding="dtype"), Rule(role="weight", direction="update", rounding="mxfp8")))
+    for kind, policy in ((torch.optim.Muon, "reproducible"), (torch.optim.SGD, blocks)):
+        layer = nn.Linear(5, 7, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(35.0).view(7, 5).cos())
+        p, gradient = share(layer), torch.arange(35.0).view(7, 5).sin()
+        shared = hasattr(p, "placements")
+        p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if shared else gradient
+        compile_optimizer(kind([p], lr=0.1), policy).step()
+        yield p
+
+
 def parallelized(size: int) -> tuple[Any, DeviceMesh]:
     """A model of which two processes share each layer, and then the others the rest; the mesh of the latter."""
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
@@ -211,7 +227,7 @@ def trained_together(model: Any, rank: int = 0, size: int = 1) -> Any:
     average_in_order(model, micro_batches=4)
     for j in own_of(model, rank, size, 4):
         loss_of_mlp(model, j).backward()
-    optimizer_of(model).step()
+    optimizer_of(model, "stochastic").step()
     return model
 
 
@@ -291,7 +307,7 @@ def test_the_weights_are_those_of_ddp_in_one_process(ranks: list[dict[str, Any]]
         compiled = fxround.compile(plain(), policy, seed=SEED)
         ddp = nn.parallel.DistributedDataParallel(compiled)
         average_in_order(ddp, micro_batches=SHARED)
-        train(ddp, optimizer_of(compiled), range(STEPS))
+        train(ddp, optimizer_of(compiled, "stochastic" if name == "drawn" else "reproducible"), range(STEPS))
         seen.append(whole(compiled.parameters()))
         for found in ranks:
             weights, rng = found[name]
@@ -328,6 +344,11 @@ def test_a_parallelized_model_has_the_weights_of_one_process(ranks: list[dict[st
     assert all(said in found["drawn parts"] for found in ranks)
 
 
+def test_steps_of_matrices_and_blocks_are_those_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    want = whole(stepped(lambda layer: layer.weight))
+    assert all(same(found["whole steps"], want) for found in ranks)
+
+
 def test_a_part_has_no_hash(ranks: list[dict[str, Any]]) -> None:
     assert all("of which this process has a part: pass x.full_tensor(), in every process" in r["hash"] for r in ranks)
 
@@ -347,7 +368,7 @@ def test_the_model_itself_still_runs(ranks: list[dict[str, Any]]) -> None:
 def test_one_process_resumes_what_several_saved(place: tuple[Path, int], ranks: list[dict[str, Any]]) -> None:
     compiled: Any = fxround.compile(build(), DRAWN, seed=1)
     average_in_order(compiled, micro_batches=SHARED)
-    optimizer = optimizer_of(compiled)
+    optimizer = optimizer_of(compiled, "stochastic")
     load(compiled, optimizer, f"{place[0] / 'out'}.checkpoint")
     assert compiled.rng.tolist() == [SEED, SHARED]
     train(compiled, optimizer, range(1, STEPS))
