@@ -25,6 +25,7 @@ from fxround.graph.dialect import (
     graphs_of,
     read,
 )
+from fxround.graph.dialect.blocks import BlockCall
 from fxround.graph.site import META, PORT, SAME, SHARING, Port, Sharing, Site, float_values
 from fxround.kernels import from_text
 from fxround.numerics.faults import numbers_of
@@ -44,16 +45,27 @@ def number_parts(graph: fx.GraphModule, plan: Plan) -> None:
     if sharing is None:
         return
     drawing: list[tuple[fx.Node, Site, Any]] = []
+    scaled: list[tuple[fx.Node, Site]] = []
     for node, place in sites(graph):
         call = read(node)
         if call is None and place.kind == "random" and float_values(node):
             raise UnsupportedOperator(f"{place} draws random numbers. {_ADVICE}")
+        if isinstance(call, BlockCall):
+            scaled.append((node, place))
         if call is None or not draws(call):
             continue
         if _flips(call):
             raise UnsupportedRounding(f"{place} flips bits by chance. {_ADVICE}")
         drawing.append((node, place, call))
-    states = states_of(graph, [node for node, _, _ in drawing]) if drawing else {}
+    wanted = [*(node for node, _, _ in drawing), *(node for node, _ in scaled)]
+    states = states_of(graph, wanted) if wanted else {}
+    for node, place in scaled:
+        if states[node] is None:
+            raise UnsupportedRounding(
+                f"{place} has a format with scales, and this process does not have whole blocks of it, or fxround does "
+                "not know which part it has: scales would be those of a part. Use blocks that divide what each process "
+                "has, or a format without scales here"
+            )
     if drawing:
         graph.meta[SAME] = _of_all(states)
     for node, place, call in drawing:

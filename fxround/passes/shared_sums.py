@@ -40,7 +40,7 @@ def share_sums(graph: fx.GraphModule, plan: Plan) -> None:
 
     Raises PolicyError for an order that the processes cannot share.
     """
-    _refuse_scales(graph, plan)
+    _refuse_kept_scales(graph, plan)
     for node, place in sites(graph):
         if node.target not in (SUM_OF_PROCESSES, EXTREME_OF_PROCESSES):
             continue
@@ -139,14 +139,14 @@ def _of_each(place: Site, assignment: Assignment, processes: int) -> Assignment:
     return replace(assignment, order=replace(order, shards=order.shards // processes))
 
 
-def _refuse_scales(graph: fx.GraphModule, plan: Plan) -> None:
-    """Raise UnsupportedRounding for scales: that of a tensor or a block would be that of a process's part."""
+def _refuse_kept_scales(graph: fx.GraphModule, plan: Plan) -> None:
+    """Raise UnsupportedRounding for scales that a module keeps: each process would keep those of its part."""
     ports = _ports(graph)
-    if not any(port.shared for port in ports):
-        return
-    kept = any(port.kind == "multiplier" for port in ports)
-    if kept or _has_scales(graph):
-        raise UnsupportedRounding(f"the policy {plan.policy.name!r} has formats with scales. {_OF_PARTS}")
+    if any(port.shared for port in ports) and any(port.kind == "multiplier" for port in ports):
+        raise UnsupportedRounding(
+            f"the policy {plan.policy.name!r} keeps scales between calls, processes share this model, and each would "
+            "keep the scales of its own part: use a policy with scales of each call (mxfp8), or without scales"
+        )
 
 
 def counted_in_parts(graph: fx.GraphModule) -> str:
@@ -162,9 +162,3 @@ def _has_scales(graph: fx.GraphModule) -> bool:
 
 def _ports(graph: fx.GraphModule) -> list[Port]:
     return [node.meta[PORT] for node in graph.graph.find_nodes(op="placeholder") if PORT in node.meta]
-
-
-_OF_PARTS: Final = (
-    "Processes share this model, and each would have the scale of its own part, so that the bits would depend on their "
-    "number: use a policy without scales"
-)

@@ -20,6 +20,8 @@ from torch import Tensor, fx
 from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.graph.dialect import (
     AddProcesses,
+    BlockExpand,
+    HadamardTransform,
     IndexPut,
     Matmul,
     Pointwise,
@@ -29,6 +31,7 @@ from fxround.graph.dialect import (
     is_loop,
     read,
 )
+from fxround.graph.dialect.blocks import BlockFigure
 from fxround.graph.site import PORT, PORTS, SHARING, Port, Sharing
 from fxround.graph.values import outputs_of
 from fxround.passes.analyses.draws import draws
@@ -177,6 +180,14 @@ def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int,
         return state if isinstance(state, Block) and state.dim != call.dim % len(_shape(call.x)) else None
     if isinstance(call, IndexPut):
         return _placed(call, states)
+    if isinstance(call, BlockFigure):
+        return _of_blocks(states[call.x], call.sizes)
+    if isinstance(call, BlockExpand):
+        x = states[call.x]
+        return x if _of_blocks(x, call.sizes) == states[call.scales] is not None else None
+    if isinstance(call, HadamardTransform):
+        sizes = [call.size if d == call.dim % len(_shape(call.x)) else 1 for d in range(len(_shape(call.x)))]
+        return states[call.x] if _of_blocks(states[call.x], sizes) is not None else None
     if call is not None:
         return None
     if node.target in _VIEWS:
@@ -258,6 +269,15 @@ def _placed(call: IndexPut[fx.Node], states: Mapping[fx.Node, State]) -> State:
         return None
     dim = values.dim - len(_shape(call.values)) + len(_shape(call.x))
     return Block(dim, values.size) if dim >= 1 else None
+
+
+def _of_blocks(state: State, sizes: Sequence[int]) -> State:
+    """Return the state of figures of blocks: a process must have whole blocks, which begin where those of the whole do."""
+    if not isinstance(state, Block):
+        return state if isinstance(state, Whole) else None
+    size = sizes[state.dim]
+    number = state.size / size if size else None
+    return Block(state.dim, number) if number is not None and _is_multiple(number) else None
 
 
 def _product(call: Matmul[fx.Node], states: Mapping[fx.Node, State]) -> State:
