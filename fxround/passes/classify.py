@@ -76,6 +76,9 @@ def classify(graph: fx.GraphModule, plan: Plan) -> None:
     coordinates = _coordinates(graph)
     gradients = _gradients(graph)
     numbers = _numbers(graph)
+    for node in graph.graph.find_nodes(op="call_function", target=SUM_OF_PROCESSES):
+        # One process has the sum where a process has its part.
+        numbers[node] = numbers.get(node.args[0], -1)
     for node in graph.graph.nodes:
         if node.op == "output":
             continue

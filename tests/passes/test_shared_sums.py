@@ -59,12 +59,20 @@ POLICIES: dict[str, Any] = {
     "stochastic": Policy(
         "stochastic", (Rule(rounding="dtype/stochastic", accumulate="binary32/stochastic", order="shards:8/lanes:16"),)
     ),
+    # Blocks of 8 of the 24 elements that each of two processes has; operands draw, too.
+    "blocks": Policy(
+        "blocks",
+        (
+            Rule(rounding="dtype", accumulate="binary32", order="shards:8/lanes:16"),
+            Rule(operands="bfp(6,8)/stochastic"),
+        ),
+    ),
     "up_down": Policy(
         "up_down", (Rule(rounding="bfloat16/up_down", accumulate="binary32/up_down", order="shards:8/sequential"),)
     ),
 }
 CASES = {
-    "MLP": ("reproducible_sharded", "narrow results", "narrow sums", "wide sums", "stochastic", "up_down"),
+    "MLP": ("reproducible_sharded", "narrow results", "narrow sums", "wide sums", "stochastic", "blocks", "up_down"),
     "MLP of bfloat16": ("reproducible_sharded",),
     "transformer": ("reproducible_sharded", "up_down"),
     "llama": ("reproducible_sharded", "stochastic"),
@@ -250,7 +258,7 @@ REFUSED: dict[str, tuple[int, Any, type[Exception], str]] = {
         2,
         Policy("mx", (*TWO_SHARDS.rules, Rule(operands="mxfp8"))),
         UnsupportedRounding,
-        "formats with scales",
+        "does not have whole blocks of it",
     ),
 }
 

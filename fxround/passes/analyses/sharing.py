@@ -272,7 +272,7 @@ def _placed(call: IndexPut[fx.Node], states: Mapping[fx.Node, State]) -> State:
 
 
 def _of_blocks(state: State, sizes: Sequence[int]) -> State:
-    """Return the state of figures of blocks: a process must have whole blocks, which begin where those of the whole do."""
+    """Return the state of figures of blocks, of which a process must have whole ones: it begins where one does."""
     if not isinstance(state, Block):
         return state if isinstance(state, Whole) else None
     size = sizes[state.dim]
