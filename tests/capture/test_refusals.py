@@ -42,16 +42,8 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def sharded(mesh: DeviceMesh) -> Any:
-    model = net()
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 x: Final = torch.ones(3, 4)
 REFUSED: Final[dict[str, tuple[Callable[[DeviceMesh], Any], str]]] = {
-    "FSDP2": (lambda mesh: fxround.compile(sharded(mesh), "reproducible")(x), "is sharded by fully_shard"),
-    "FSDP2, studied": (lambda mesh: fxround.variability(sharded(mesh), x, samples=3), "is sharded by fully_shard"),
     "FSDP2, compiled before": (
         lambda mesh: fully_shard(fxround.compile(net(), "reproducible"), mesh=mesh),
         "a compiled module keeps its class",
