@@ -31,7 +31,7 @@ from fxround.kernels import from_text
 from fxround.numerics.faults import numbers_of
 from fxround.passes import streams
 from fxround.passes.analyses.draws import draws
-from fxround.passes.analyses.sharing import Block, State, Unfinished, Whole, equal, expression, states_of
+from fxround.passes.analyses.sharing import Block, Own, State, Unfinished, Whole, equal, expression, states_of
 from fxround.passes.rewrite import Plan, insert, rng_of, sites
 from fxround.passes.shared_sums import shards_of_call
 
@@ -75,22 +75,22 @@ def number_parts(graph: fx.GraphModule, plan: Plan) -> None:
             raise UnsupportedRounding(f"the policy {plan.policy.name!r} draws random bits in a loop. {_ADVICE}")
 
 
-def _of_all(states: Mapping[fx.Node, State]) -> str:
+def _of_all(states: dict[fx.Node, State]) -> str:
     """Return what computes the values that all processes have as a whole: it must be the same in all of them.
 
     A model that computes such a value from its rank would draw other bits in other processes.
     """
+    # DTensor takes parts by the rank: nothing else is made of these values.
+    parts: set[fx.Node] = set()
+    for node in reversed(states):
+        if SHARING in node.meta or (node.users and all(user in parts for user in node.users)):
+            parts.add(node)
     computed = [
         (str(node.target), fx.map_arg((node.args, node.kwargs), lambda _: None))
         for node, state in states.items()
-        if isinstance(state, Whole) and isinstance(node.meta.get("val"), Tensor) and not _becomes_part(node)
+        if isinstance(state, Whole) and isinstance(node.meta.get("val"), Tensor) and node not in parts
     ]
     return "\n".join(map(str, computed))
-
-
-def _becomes_part(node: fx.Node) -> bool:
-    """Whether nothing but a part that the capture knows is made of a value: DTensor takes parts by the rank."""
-    return SHARING in node.meta or (bool(node.users) and all(map(_becomes_part, node.users)))
 
 
 def _flips(call: Any) -> bool:
@@ -115,7 +115,7 @@ def _number(
     sharing: Sharing,
 ) -> None:
     state = states[node]
-    if state is None or streams.is_moved(call.node):
+    if state is None or isinstance(state, Own) or streams.is_moved(call.node):
         raise UnsupportedRounding(
             f"{place} draws random bits, and fxround does not know which part of its result this process has. {_ADVICE}"
         )

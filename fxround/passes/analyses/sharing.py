@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import sympy  # type: ignore[import-untyped]
@@ -218,9 +219,21 @@ def expression(size: Any) -> Any:
 
 def product(sizes: Sequence[Any]) -> Any:
     """Return the product of sizes as an expression."""
-    return sympy.prod([expression(size) for size in sizes])
+    return _product_of(tuple(map(expression, sizes)))
 
 
+@lru_cache(maxsize=4096)
+def _product_of(sizes: tuple[Any, ...]) -> Any:
+    return sympy.prod(sizes)
+
+
+@lru_cache(maxsize=4096)
+def quotient(x: Any, y: Any) -> Any:
+    """Return the quotient of two products of sizes, cancelled."""
+    return sympy.cancel(x / y)
+
+
+@lru_cache(maxsize=4096)
 def equal(x: Any, y: Any) -> bool:
     """Whether two expressions are equal for all sizes."""
     return bool(sympy.expand(x - y) == 0)
@@ -276,7 +289,7 @@ def _of_blocks(state: State, sizes: Sequence[int]) -> State:
     if not isinstance(state, Block):
         return state if isinstance(state, Whole) else None
     size = sizes[state.dim]
-    number = state.size / size if size else None
+    number = quotient(state.size, sympy.Integer(size)) if size else None
     return Block(state.dim, number) if number is not None and _is_multiple(number) else None
 
 
@@ -337,8 +350,8 @@ def _reshaped(node: Any, states: Mapping[fx.Node, State], choices: _Choices) -> 
     behind: Any = sympy.Integer(1)
     for dim in reversed(range(len(after))):
         wide = behind * product([after[dim]])
-        if _is_multiple(sympy.cancel(wide / run)):
-            size = sympy.cancel(run / behind)
+        if _is_multiple(quotient(wide, run)):
+            size = quotient(run, behind)
             if not _is_multiple(size):
                 return None
             ones = _ones(after, dim)
@@ -349,9 +362,10 @@ def _reshaped(node: Any, states: Mapping[fx.Node, State], choices: _Choices) -> 
     return None
 
 
-def _is_multiple(quotient: Any) -> bool:
+@lru_cache(maxsize=4096)
+def _is_multiple(ratio: Any) -> bool:
     """Whether a quotient of products of sizes has no denominator."""
-    return bool(sympy.fraction(sympy.together(quotient))[1] == 1)
+    return bool(sympy.fraction(sympy.together(ratio))[1] == 1)
 
 
 def _ones(shape: Sequence[Any], dim: int) -> int:
