@@ -1,19 +1,20 @@
-"""Processes that share a model must have the same graph before any of them runs it.
+"""Processes that share a model must have the same graph before any of them runs it, and make the same calls.
 
 If one of them had another policy or another version, or could not capture the model, the others would wait for it in a
 collective, or would compute with what it sends. They therefore exchange what they made of a model when they have
-captured it, and all of them raise an error if it differs.
+captured it, and all of them raise an error if it differs. Every call begins with an exchange of what it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import Tensor, fx
 
 from fxround.errors import CaptureError, FxroundError
 from fxround.graph.dialect import graphs_of
@@ -39,10 +40,8 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry], shapes: Seq
     Raises CaptureError for a PyTorch whose DTensor is not known, what ``make`` raises here, FxroundError in the other
     processes then, and in all of them if their entries differ.
     """
-    if not dist.is_initialized():
-        raise FxroundError(
-            f"processes share the model over {mesh}, and their process group does not exist. {MADE_AGAIN}"
-        )
+    partners = Partners(mesh)
+    partners.meet("needs a graph")
     entry, error = None, None
     try:
         require_known_dtensor()
@@ -52,7 +51,37 @@ def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry], shapes: Seq
     described = described_settings(pipeline) | {"list of argument shapes": str(list(shapes))}
     require_agreement(mesh, described if entry is None else described | {"graph": _graph(entry)}, error)
     assert entry is not None
-    return entry
+    return replace(entry, partners=partners)
+
+
+@dataclass(frozen=True)
+class Partners:
+    """The processes of a device mesh that share a model: what a call must have in all of them.
+
+    A collective does not say what it is for: a process that makes another call than the others, or one with other
+    sizes, would take their numbers for its own.
+    """
+
+    mesh: Any
+
+    def meet(self, call: str, shapes: Sequence[Any] = (), rng: Tensor | None = None) -> None:
+        """Raise FxroundError in all processes unless all have such a call. It exchanges 24 bytes of each process.
+
+        call: what it is, in words. shapes: of the arguments. rng: (seed, sample).
+        """
+        if not dist.is_initialized():
+            raise FxroundError(
+                f"processes share the model over {self.mesh}, and their process group does not exist. {MADE_AGAIN}"
+            )
+        seed, sample = (0, 0) if rng is None else rng.tolist()
+        digest = int(_digest(f"{call} {shapes}")[:15], 16)
+        own = torch.tensor([digest, seed, sample], device=self.mesh.device_type)
+        said = [own.clone() for _ in range(self.mesh.size())]
+        dist.all_gather(said, own, group=self.mesh.get_group())
+        if all(torch.equal(other, own) for other in said):
+            return
+        described = {"kind of call": f"one that {call}", "list of argument shapes": str(shapes)}
+        require_agreement(self.mesh, described | {"seed": str(seed), "sample": str(sample)})
 
 
 def require_agreement(mesh: Any, described: Mapping[str, str], error: Exception | None = None) -> None:

@@ -21,6 +21,7 @@ from fxround.capture import Captured
 from fxround.capture.aliases import Alias
 from fxround.capture.numbers import as_operand
 from fxround.capture.processes import local
+from fxround.compiler.agreement import Partners
 from fxround.compiler.averages import Call
 from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.fully_sharded import FullySharded
@@ -50,6 +51,7 @@ class Entry:
     fused       the lowering in fewer passes over memory, with the same bits
     running     the graph that a call runs
     step        if gradients are wanted, the two parts of the joint graph, which run in place of ``running``
+    partners    the processes that share the model
     delayed     the delayed scales whose multipliers enter the graph, which ``state`` holds
     rounded     the results that share memory with an input or another result in the model, and are rounded here
     sharded     the processes of ``fully_shard``, which have parts of the parameters
@@ -67,6 +69,7 @@ class Entry:
     rounded: frozenset[int] = frozenset()
     sharded: FullySharded | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    partners: Partners | None = None
 
     def run(self, leaves: Sequence[Any], rng: Tensor, trains: bool = False, aliased: bool = True) -> Any:
         """Return the model's result for flat arguments; write the buffers and arguments that the model changes.
@@ -78,6 +81,9 @@ class Entry:
         Raises FxroundError if such a change would be visible through another input, and for tangents of forward-mode
         differentiation.
         """
+        if self.partners is not None:
+            shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+            self.partners.meet("trains" if trains else "does not train", shapes, rng)
         inputs = self._gathered(leaves, rng, trains)
         if self.delayed:
             inputs = [*inputs, *self.multipliers()]

@@ -105,12 +105,32 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
             compiled(x)
         except FxroundError as error:
             found[case] = str(error)
+    known = fxround.compile(model_of("MLP", mesh), "reproducible_sharded")
+    known(x)
+    found["other calls"] = [refusal_of(known, call) for call in other_calls(x, rank == 1)]
     for name in cases_of(size):
         found |= of_policies(name, mesh)
     found["saved"] = resumed(fxround.compile(model_of("MLP", mesh), "reproducible_sharded"), f"{out}.checkpoint", True)
     torch.save(found, f"{out}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def other_calls(x: Tensor, other: bool) -> list[Callable[[Any], Any]]:
+    """Calls of a model that has a graph; other: those of the process that differs."""
+    return [
+        lambda compiled: compiled(x[: 3 if other else 5]),
+        lambda compiled: compiled.reseed(int(other))(x),
+        lambda compiled: compiled.reseed(0).eval()(x) if other else compiled.reseed(0)(x),
+    ]
+
+
+def refusal_of(compiled: Any, call: Callable[[Any], Any]) -> str:
+    try:
+        call(compiled)
+    except FxroundError as error:
+        return str(error)
+    return "no error"
 
 
 def of_policies(name: str, mesh: DeviceMesh | None = None) -> dict[str, Any]:
@@ -186,6 +206,17 @@ def test_all_processes_end_with_an_error_if_one_of_them_differs(ranks: list[dict
     assert "cannot be captured as one graph" in ranks[1]["another model"]
     said = f"process 1 of the {len(ranks)} that share the model has an error, so that no process runs it: CaptureError"
     assert all(said in found["another model"] for rank, found in enumerate(ranks) if rank != 1)
+
+
+def test_all_processes_end_with_an_error_if_one_of_them_makes_another_call(ranks: list[dict[str, Any]]) -> None:
+    said = ranks[0]["other calls"]
+    assert all(found["other calls"] == said for found in ranks)
+    for message, what in zip(
+        said,
+        ("list of argument shapes than process 0: [(3, 24)]", "seed than process 0: 1, not 0", "kind of call than"),
+        strict=True,
+    ):
+        assert f"process 1 has another {what}" in message
 
 
 # ---- graphs, without other processes ----
