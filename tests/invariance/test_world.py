@@ -175,7 +175,12 @@ def test_an_interrupt_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     popen = new_process.subprocess.Popen
     monkeypatch.setattr(new_process.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
     interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    # A process that is started in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        new_process.run_together("import time; time.sleep(100)", [[], []], grace=1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            new_process.run_together("import time; time.sleep(100)", [[], []], grace=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2

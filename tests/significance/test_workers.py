@@ -58,9 +58,14 @@ def test_processes_give_the_same_report(net: nn.Module, alone: dict[str, Any]) -
 
 
 def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
-    with Pool(2) as pool:
-        (ignored,) = pool.ordered(lambda: signal.getsignal(signal.SIGINT) == signal.SIG_IGN, [()])
-    assert ignored and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    # A process that is started in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Pool(2) as pool:
+            (ignored,) = pool.ordered(lambda: signal.getsignal(signal.SIGINT) == signal.SIG_IGN, [()])
+        assert ignored and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("cheap_workers")
