@@ -18,6 +18,7 @@ from fxround.attribution.evaluated import evaluated
 from fxround.attribution.linearized import Linearized
 from fxround.attribution.states import State
 from fxround.attribution.tangents import Tangents
+from fxround.capture.processes import mesh_of
 from fxround.compiler.executable import Entry
 from fxround.errors import UnsupportedOperator
 from fxround.graph.site import located
@@ -53,7 +54,16 @@ class Subject:
         seed: int,
         sample: int,
     ) -> Subject:
-        """Capture the model. Raises ValueError for gradients that do not exist, or an optimizer of other parameters."""
+        """Capture the model.
+
+        Raises ValueError for gradients that do not exist, or an optimizer of other parameters, UnsupportedOperator for
+        a model that processes share.
+        """
+        if mesh_of(model) is not None:
+            raise UnsupportedOperator(
+                "processes share the model (parallelize_module), and roundings are attributed in one process alone: "
+                "pass the model as it is before parallelize_module"
+            )
         call = next(calls(model, inputs))
         compiled = compile(model, policy, unroll_loops=True).reseed(seed, sample)
         with torch.set_grad_enabled(loss is not None):

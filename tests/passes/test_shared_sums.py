@@ -17,7 +17,7 @@ import fxround
 from fxround import Policy, Rule
 from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.compiler import agreement
-from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedRounding
+from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
 from fxround.graph.dialect import AddProcesses, Pointwise, Sum
 from fxround.training import compile_optimizer
 
@@ -595,6 +595,11 @@ def test_draws_of_unknown_parts_are_refused(case: str, group: Callable[..., Devi
     model = _Cut(parallelize_module(nn.Linear(4, 8), group(2), ColwiseParallel()))
     with pytest.raises(UnsupportedRounding, match=message):
         prepared(model, torch.ones(3, 4), policy)
+
+
+def test_attribution_is_for_one_process(group: Callable[..., DeviceMesh]) -> None:
+    with pytest.raises(UnsupportedOperator, match="pass the model as it is before parallelize_module"):
+        fxround.attribute(model_of("MLP", group(2)), batch_of("MLP"), policy="reproducible_sharded")
 
 
 if __name__ == "__main__":
