@@ -6,8 +6,6 @@ the result cannot store raises ValueError here, before any code is compiled.
 
 from __future__ import annotations
 
-from typing import Final
-
 from fxround.numerics.arithmetic.flipping import hit
 from fxround.numerics.arithmetic.forms.fixed import fixed_sum, is_short, require_wrapping, wraps
 from fxround.numerics.arithmetic.operators import apply
@@ -127,10 +125,12 @@ def finish_function(accumulate: Rounding, rounding: Rounding, accumulator: Type,
 def unfinished_function(accumulator: Type) -> Function:
     """Return the store of an accumulator as it is, for a sum that goes on elsewhere."""
     acc, random = param("acc", accumulator), param("random", "u32")
-    return Function("finish", (acc, random), (store(acc, _HELD[accumulator]),))
+    return Function("finish", (acc, random), (store(acc, held_as(accumulator)),))
 
 
-_HELD: Final[dict[Type, Storage]] = {"f32": "f32", "f64": "f64"}
+def held_as(accumulator: Type) -> Storage:
+    """Return how an accumulator is stored as it is."""
+    return "f32" if accumulator == "f32" else "f64"
 
 
 def finish_draws(accumulate: Rounding, rounding: Rounding) -> bool:

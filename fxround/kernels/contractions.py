@@ -16,6 +16,7 @@ from fxround.kernels.accumulators import (
     chain_rounding,
     finish_draws,
     finish_function,
+    held_as,
     lift_function,
     stays_inside,
     unfinished_function,
@@ -67,7 +68,7 @@ def contract_kernel(
     combine = None if partial is None else chain_rounding(partial, accumulator, carriers, how.flips)
     last, short = after_faults(combine or step, how.flips), "f64" not in carriers
     if rounding is None:
-        result, finish = "f32" if accumulator == "f32" else "f64", unfinished_function(accumulator)
+        result, finish = held_as(accumulator), unfinished_function(accumulator)
     else:
         finish = finish_function(last, rounding, accumulator, result)
     kernel = Contract(

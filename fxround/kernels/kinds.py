@@ -16,6 +16,7 @@ Random words of a Map: draw d of node n for element i is ``randomness.random_bit
 operation of a fused chain draws what it would have drawn alone. Random words of the other kernels come from one stream
 per output element (Reduce: per chain, stream number element * chains + chain; with S shards, element * S + shard takes
 the place of element): a step, a combination and a finish that draw advance it once each, in the order of the formula.
+A kernel of a part (``in_part``) counts elements and shards as the whole does.
 If each step of a Contract tosses one coin (``coins``), 32 steps share a word: step k, of its shard, sees the coins of
 word k div 32 shifted left by k mod 32.
 """
@@ -33,6 +34,8 @@ from fxround.numerics.formats.storage import Storage
 from fxround.numerics.lazy import cached_property
 from fxround.numerics.orders import Order
 
+# The steps of a contraction that share a word of coins.
+COINS: Final = 32
 # The same kernel of the elements of a part of a result, which draw by their numbers in the whole (``in_part``).
 _PART: Final = {True: ("part",), False: ()}
 

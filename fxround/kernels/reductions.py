@@ -16,6 +16,7 @@ from fxround.kernels.accumulators import (
     chain_rounding,
     finish_draws,
     finish_function,
+    held_as,
     lift_function,
     unfinished_function,
 )
@@ -101,7 +102,7 @@ def chain_kernel(
     step = chain_rounding(how.step, accumulator, (CARRIER_OF[load_as],), how.flips)
     last = after_faults(step, how.flips)
     if rounding is None:
-        result, finish = "f32" if accumulator == "f32" else "f64", unfinished_function(accumulator)
+        result, finish = held_as(accumulator), unfinished_function(accumulator)
     else:
         finish = finish_function(last, rounding, accumulator, result)
     kernel = Reduce(

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from fxround.kernels.kinds import Chain, Contract, Map, Reduce, Word
+from fxround.kernels.accumulators import held_as
+from fxround.kernels.kinds import COINS, Chain, Contract, Map, Reduce, Word
 from fxround.numerics.arithmetic.scalar import Expr, Function, param, substitute
-from fxround.numerics.formats.storage import ELEMENT_OF, Storage, load
+from fxround.numerics.formats.storage import ELEMENT_OF, load
 from fxround.numerics.orders import shards_of
-
-_COINS = 32
 
 
 @lru_cache(maxsize=1024)
@@ -28,7 +27,7 @@ def sum_of_processes(whole: Contract | Reduce, processes: int, length: int) -> M
     if processes < 1 or processes & (processes - 1) or shards % processes:
         raise ValueError(f"{shards} shards, which {processes} processes cannot share evenly; expected a power of two")
     chains = 1 if isinstance(whole, Contract) else whole.order.chains
-    held: Storage = "f32" if whole.accumulator == "f32" else "f64"
+    held = held_as(whole.accumulator)
     elements = [param(f"x{i}", ELEMENT_OF[held]) for i in range(processes)]
     values, randoms, words = [load(x, held) for x in elements], list[Expr](), list[Word]()
     drawn = words_of_part(whole, length, shards // processes) if whole.draws or whole.finish_draws else 0
@@ -68,6 +67,6 @@ def words_of_part(whole: Contract | Reduce, length: int, shards: int) -> int:
     # The first shard is a first operand on each level where the second operand has elements.
     added = sum(any(row.number >> level == 1 for row in rows) for level in range(shards.bit_length() - 1))
     if isinstance(whole, Contract):
-        return (-(-first // _COINS) if whole.coins else first) + added
+        return (-(-first // COINS) if whole.coins else first) + added
     used = min(whole.order.chains, first)
     return -(-first // whole.order.chains) + max(used - 1, 0).bit_length() + added

@@ -361,7 +361,8 @@ def test_the_model_itself_still_runs(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         before, itself, after = found["results"]
         assert same([before, after], [want, want]) and itself.shape == stock.shape
-        torch.testing.assert_close(itself, stock)  # PyTorch's own kernels, which have no bits to keep
+        # Both are stock PyTorch, in two processes: no order of its sums is promised, so that bits may differ.
+        torch.testing.assert_close(itself, stock)
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from llvmlite import ir
 
-from fxround.kernels.kinds import Contract
+from fxround.kernels.kinds import COINS, Contract
 from fxround.numerics.arithmetic.scalar import WIDTH, Function
 from fxround.numerics.formats.carriers import CARRIERS
 from fxround.numerics.orders import Shard
@@ -25,7 +25,6 @@ from fxround.runtime.cpu.llvm.render import emit, literal, llvm_type, splat
 from fxround.runtime.cpu.llvm.shards import levels_of
 from fxround.runtime.cpu.llvm.streams import advance, apply, toss
 
-_COINS: Final = 32
 # From a level to the accumulators and the states that wait there; no states in a kernel without streams.
 Waiting = Callable[[Any], tuple[list[Any], list[Any]]]
 
@@ -102,13 +101,13 @@ class Steps:
             return
         # A word belongs to the steps 32 i ... 32 i + 31 of the whole chain, so a block of k that began elsewhere would
         # draw other words. Words are not parked between blocks: each block begins with a fresh one.
-        with count(b, begin, end, _COINS) as first:
+        with count(b, begin, end, COINS) as first:
             values = carried.load()
             for place in range(places):
                 word, state = toss(b, values[places + place], self.lanes)
                 values[places + place], values[2 * places + place] = state, word
             carried.store(values)
-            last = b.add(first, I64(_COINS))
+            last = b.add(first, I64(COINS))
             with count(b, first, b.select(b.icmp_signed("<", last, end), last, end)) as k:
                 self._coin = splat(b, b.lshr(I32(1 << 31), b.trunc(b.sub(k, first), I32)), self.lanes)
                 yield k

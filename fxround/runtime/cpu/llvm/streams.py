@@ -63,7 +63,10 @@ class Streams:
 
 
 def load_part(b: ir.IRBuilder, key: Any, after: int) -> Part:
-    """The numbers of a part, from a key that has so many words before them: two words for each, the lower one first."""
+    """Load the numbers of a part from a key, where they begin after this many words.
+
+    Each number has two words, and the lower one comes first.
+    """
     pairs = [[b.zext(b.load(at(b, key, I64(after + 2 * i + j), I32), typ=I32), I64) for j in (0, 1)] for i in range(5)]
     return Part(*(b.or_(low, b.shl(high, I64(32))) for low, high in pairs))
 
