@@ -1,8 +1,8 @@
-"""Locks of the process: reentrant, waited for by a fork, and free in the forked child.
+"""Locks of the process: fxround's own, and a mutex of PyTorch's for which threads could wait for ever.
 
 A fork copies the memory while other threads may be in the middle of a capture or a compilation. It therefore waits
-until they have released their locks (``waited_for``), so that the child finds complete state and free locks. A thread
-may take a lock again, because a signal handler runs in the middle of whatever its thread does.
+until they have released fxround's locks (``waited_for``), so that the child finds complete state and free locks. A
+thread may take a lock again, because a signal handler runs in the middle of whatever its thread does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from typing import Any, Final
+
+import torch
+from torch import Tensor
 
 # A thread that keeps a lock for this many seconds is stuck: the fork goes on, and the child reinitializes the lock.
 _PATIENCE: Final = 60.0
@@ -45,3 +48,28 @@ def waited_for(lock: Any = None) -> Any:
     if hasattr(os, "register_at_fork"):  # Windows has no fork
         os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
     return taken
+
+
+# Threads that fxround started, which run no operation of PyTorch's.
+WORKERS: Final[list[threading.Thread]] = []
+
+
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return ``function.apply(*args)``, which cannot hang while another thread computes with the same leaves.
+
+    PyTorch makes a leaf's gradient accumulator where it is first needed, under a mutex of the leaf; to make it takes
+    the GIL, for a reference to the leaf. Its operations release the GIL first, ``Function.apply`` does not: if a thread
+    waits for the mutex in ``apply`` with the GIL, and another one for the GIL with the mutex, both wait forever
+    (seen in torch 2.13). To take an accumulator that exists needs no GIL. A view makes it, and holds it meanwhile.
+    """
+    held = []
+    if threading.active_count() - len(WORKERS) > 1 and torch.is_grad_enabled():
+        leaves = (x for x in args if isinstance(x, Tensor) and x.requires_grad and x.is_leaf)
+        held = [leaf.view_as(leaf) for leaf in leaves]
+    results: Any = function.apply(*args)
+    del held
+    return results
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=WORKERS.clear)

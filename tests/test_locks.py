@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +88,40 @@ def test_first_calls_from_several_threads_capture_once_and_leave_the_model_alone
     assert len(one.captures().rows) in (1, 2)
     assert len(seen) > 3 and all(same and near for same, near in seen)
     assert state_of(model) == before
+
+
+BESIDE = """
+import faulthandler, threading, time
+faulthandler.dump_traceback_later(60, exit=True)
+import torch, fxround
+from torch import nn
+
+torch.set_num_threads(1)
+model, x = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)]), torch.rand(2, 2)
+parameters = list(model.parameters())
+compiled = fxround.compile(model, "reproducible")
+compiled(x)
+
+def beside():
+    while not done.is_set():
+        for parameter in parameters:
+            parameter * 2
+
+done = threading.Event()
+thread = threading.Thread(target=beside)
+thread.start()
+for call in (compiled, compiled.eval(), lambda x: fxround.round(parameters[0], "e5m2")):
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        call(x)
+done.set()
+thread.join()
+"""
+
+
+def test_a_call_that_autograd_sees_beside_another_thread_that_computes_with_the_same_parameters() -> None:
+    # In a process of its own, because a hang would hold the GIL. Without ``applied`` it hangs in most runs.
+    subprocess.run([sys.executable, "-c", BESIDE], check=True, timeout=SECONDS)
 
 
 @pytest.fixture

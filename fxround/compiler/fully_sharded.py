@@ -23,6 +23,7 @@ from fxround.capture.fully_sharded import Group, Part, groups_of, mesh_of_groups
 from fxround.compiler.agreement import require_agreement, require_known_dtensor
 from fxround.compiler.averages import Averages, Call
 from fxround.errors import FxroundError
+from fxround.locks import applied
 from fxround.python_model.functions import Sharing
 
 # A buffer begins with a digest of what must be the same in all processes, a byte that says whether its process has an
@@ -82,7 +83,7 @@ class FullySharded:
             self._require_shared(parameters)
         said = {**described, "average of gradients": self.averages.said, "call": str(call)}
         if torch.is_grad_enabled() and any(p.requires_grad for p in parameters):
-            made = _Whole.apply(self, self._groups, said, call, *parameters)  # type: ignore[no-untyped-call]
+            made = applied(_Whole, self, self._groups, said, call, *parameters)
         else:
             made = self.gather(self._groups, said)
         wholes = {id(p): tensor for p, tensor in zip(parameters, made, strict=True)}

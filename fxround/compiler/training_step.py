@@ -22,6 +22,7 @@ from fxround.capture.transforms import by_rows, will_run
 from fxround.compiler.derivatives import Derivatives
 from fxround.errors import FxroundError
 from fxround.float_state import require_ieee_arithmetic
+from fxround.locks import applied
 from fxround.numerics.lazy import cached_property
 from fxround.passes.delayed_scales import DelayedScale
 from fxround.passes.partition import Parts
@@ -101,7 +102,7 @@ def differentiable(
 
     record: takes the largest magnitudes that the backward graph returns.
     """
-    results: tuple[Any, ...] = _Step.apply(step, rng.clone(), record, *inputs)  # type: ignore[no-untyped-call]
+    results: tuple[Any, ...] = applied(_Step, step, rng.clone(), record, *inputs)
     return results
 
 
@@ -120,7 +121,7 @@ def differentiable_later(
     given = tuple(result if later else None for result, later in zip(results, chosen, strict=True))
     if not any(chosen):
         return tuple(results)
-    shown: Any = _Later.apply(given, step, rng.clone(), *inputs)  # type: ignore[no-untyped-call]
+    shown: Any = applied(_Later, given, step, rng.clone(), *inputs)
     return tuple(shown[i] if later else results[i] for i, later in enumerate(chosen))
 
 
@@ -351,7 +352,7 @@ def _again(
     derivatives = step.derivatives
     if derivatives is None:
         depended = [value for value in (*inputs, *given) if isinstance(value, Tensor) and value.requires_grad]
-        final: tuple[Tensor, ...] = _Final.apply(tuple(gradients.values()), *depended)  # type: ignore[no-untyped-call]
+        final: tuple[Tensor, ...] = applied(_Final, tuple(gradients.values()), *depended)
         return dict(zip(gradients, final, strict=True))
     values = [*inputs, *_tangents(step, given, like)]
     requires = {i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad}
@@ -360,7 +361,7 @@ def _again(
         for position, sources in zip(step.gradients, derivatives.sources, strict=True)
     ]
     needed = [value if i in derivatives.needed else shaped(value) for i, value in enumerate(values)]
-    again = _Again.apply(tuple(varying), derivatives, rng, *needed)  # type: ignore[no-untyped-call]
+    again = applied(_Again, tuple(varying), derivatives, rng, *needed)
     pairs = zip(step.gradients, again, strict=True)
     return gradients | {position: gradient for position, gradient in pairs if gradient is not None}
 

@@ -24,6 +24,7 @@ from fxround.errors import shown, type_of
 from fxround.graph.dtypes import FORMAT_OF
 from fxround.kernels.program import Program, Statement
 from fxround.kernels.scaled import clamped_program, estimated_program
+from fxround.locks import applied
 from fxround.numerics.formats import Format, spelt
 from fxround.numerics.formats.names import own_name
 from fxround.numerics.formats.scaled import ScaledRounding, any_rounding
@@ -319,7 +320,8 @@ def _differentiable(
     x: Tensor, rounding: Rounding | ScaledRounding, seed: int, sample: int, how: Gradient, stream: int, dims: Any
 ) -> Tensor:
     """Round a tensor with the requested gradient, which draws from the stream numbered one after the rounding's own."""
-    return _Round.apply(x, rounding, seed, sample, how, stream, dims)[0]  # type: ignore[no-untyped-call,no-any-return]
+    result: Tensor = applied(_Round, x, rounding, seed, sample, how, stream, dims)[0]
+    return result
 
 
 class _Round(torch.autograd.Function):

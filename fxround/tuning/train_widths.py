@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxround.errors import shown, type_of
+from fxround.locks import applied
 from fxround.numerics.modes import Mode
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
@@ -264,7 +265,7 @@ class _Training:
         full = Scales(self.scales(name), weight.scales.blocks).full(value.shape)
         count = value.numel() / weight.scales.values.numel()
         how = count, weight.widths[-1], served, weight.mode
-        rounded: Tensor = DoubleRounding.apply(value, full, *how)  # type: ignore[no-untyped-call]
+        rounded: Tensor = applied(DoubleRounding, value, full, *how)
         return rounded
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.locks import waited_for
+from fxround.locks import WORKERS, waited_for
 from fxround.runtime.cpu.code import address_of, native, signature
 from fxround.runtime.cpu.llvm.engine import host_architecture
 from fxround.runtime.cpu.llvm.team import HEADER, build_team
@@ -124,6 +124,7 @@ class _Pool:
                 self._libc.sem_post(ctypes.byref(self._word("work")))
         for thread in self._threads:
             thread.join()
+            WORKERS.remove(thread)
 
     def _grow(self, number: int) -> None:
         with _LOCK:
@@ -136,6 +137,7 @@ class _Pool:
                     # The process is at its limit of threads: those that it has do the work.
                     return
                 self._threads.append(thread)
+                WORKERS.append(thread)
 
     def _word(self, name: str) -> ctypes.c_int64:
         return ctypes.c_int64.from_address(self._address + 8 * PLACE[name])
