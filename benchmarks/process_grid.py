@@ -1,21 +1,25 @@
 """Models, numbers of processes, ways to share them and policies: which tensors depend on the number of processes.
 
 Each model is trained for some steps by one process that shares nothing, and by N processes of this machine over gloo,
-in fxround and in stock PyTorch. A cell counts the tensors (the last result, the last gradients, the weights) whose bits
-are not those of one process. Tensor parallelism: every process has the whole batch. Data parallelism: a step has
-8 micro-batches, which the processes share.
+in fxround and in stock PyTorch. A cell counts the tensors (a result after training, the last gradients, the weights)
+whose bits are not those of one process. Tensor parallelism: every process has the whole batch. Data parallelism: a step
+has 8 micro-batches, which the processes share. "tensor x FSDP" has both: rows of two processes share the layers, and
+the rows share the parameters and the micro-batches.
 
-    python -m benchmarks.process_grid                                   # the table of docs/distributed.md
+    python -m benchmarks.process_grid --keep grid --write               # the table of docs/distributed.md: hours
     python -m benchmarks.process_grid --processes 2 --models MLP --ways tensor --policies bfloat16 --steps 2
+
+What is complete is kept in the folder that --keep names: an interrupted command goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,21 +44,26 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import fxround
-from benchmarks.harness import header
+from benchmarks.harness import conditions, header, table
+from benchmarks.tables import RESULTS
 from fxround import Policy, Rule
 from fxround.errors import FxroundError
 from fxround.training.distributed import average_in_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from parallel_models import MLP, Attention, Gated, whole
+from parallel_models import Attention, Gated, whole
 
 MICRO_BATCHES: Final = 8
 _SHARDS: Final = "shards:8/lanes:16"
 STOCK: Final = "stock"
+WAYS: Final = ("tensor", "DDP", "FSDP", "tensor x FSDP")
+# Each of 8 processes has whole blocks of 32 columns, which share a scale, and at least two heads of an attention.
+_WIDTH: Final = 256
+_HEADS: Final = 16
 
 
-def _sharded(name: str, rounding: str) -> Policy:
-    return Policy(name, (Rule(rounding=rounding, accumulate="binary32", order=_SHARDS),))
+def _sharded(name: str, rounding: str, *rules: Rule) -> Policy:
+    return Policy(name, (Rule(rounding=rounding, accumulate="binary32", order=_SHARDS), *rules))
 
 
 POLICIES: Final[dict[str, Any]] = {
@@ -62,11 +71,28 @@ POLICIES: Final[dict[str, Any]] = {
     "bfloat16": _sharded("bfloat16", "bfloat16"),
     "stochastic": _sharded("stochastic", "binary32/stochastic"),
     "up_down": _sharded("up_down", "binary32/up_down"),
-    "mxfp8": "mxfp8",
+    "mxfp8": _sharded("mxfp8", "binary32", Rule(operands="mxfp8")),
 }
 
 
 # ---- models ----
+
+
+class MLP(nn.Module):
+    """Two layers."""
+
+    def __init__(self, processes: int = 1) -> None:
+        del processes
+        super().__init__()
+        self.up, self.down = nn.Linear(24, _WIDTH), nn.Linear(_WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def plan() -> dict[str, Any]:
+        """The wide layer in parts."""
+        return {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 class _Block(nn.Module):
@@ -74,8 +100,8 @@ class _Block(nn.Module):
 
     def __init__(self, norm: Callable[[int], nn.Module], layer: nn.Module, processes: int) -> None:
         super().__init__()
-        self.first, self.second = norm(24), norm(24)
-        self.attention, self.layer = Attention(24, 8, processes), layer
+        self.first, self.second = norm(_WIDTH), norm(_WIDTH)
+        self.attention, self.layer = Attention(_WIDTH, _HEADS, processes), layer
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.first(x))
@@ -85,10 +111,10 @@ class _Block(nn.Module):
 class _Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.up, self.down = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class GPT2(nn.Module):
@@ -96,9 +122,9 @@ class GPT2(nn.Module):
 
     def __init__(self, processes: int = 1) -> None:
         super().__init__()
-        self.embedding, self.place = nn.Embedding(20, 24), nn.Embedding(8, 24)
+        self.embedding, self.place = nn.Embedding(20, _WIDTH), nn.Embedding(8, _WIDTH)
         self.blocks = nn.Sequential(*(_Block(nn.LayerNorm, _Wide(), processes) for _ in range(2)))
-        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 20, bias=False)
+        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 20, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.place(torch.arange(tokens.shape[-1]))
@@ -117,9 +143,9 @@ class Llama(nn.Module):
 
     def __init__(self, processes: int = 1) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(20, 24)
-        self.blocks = nn.Sequential(*(_Block(nn.RMSNorm, Gated(), processes) for _ in range(2)))
-        self.norm, self.head = nn.RMSNorm(24), nn.Linear(24, 20, bias=False)
+        self.embedding = nn.Embedding(20, _WIDTH)
+        self.blocks = nn.Sequential(*(_Block(nn.RMSNorm, Gated(_WIDTH, _WIDTH), processes) for _ in range(2)))
+        self.norm, self.head = nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, 32, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embedding(tokens))))  # type: ignore[no-any-return]
@@ -156,23 +182,26 @@ class CNN(nn.Module):
             nn.Conv2d(8, 8, 3, stride=2),
             nn.BatchNorm2d(8, track_running_stats=False),
             nn.Flatten(),
-            nn.Linear(72, 20),
+            nn.Linear(72, _WIDTH),
+            nn.ReLU(),
+            nn.Linear(_WIDTH, 20),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)  # type: ignore[no-any-return]
 
-
-def _mlp_plan() -> dict[str, Any]:
-    return {path: style() for path, style in MLP.plan.items()}
+    @staticmethod
+    def plan() -> dict[str, Any]:
+        """The linear layers in parts."""
+        return {"layers.6": ColwiseParallel(), "layers.8": RowwiseParallel()}
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A model, its plan of tensor parallelism (None: it has none), and the shape of a row of its arguments."""
+    """A model, its plan of tensor parallelism, and the shape of a row of its arguments."""
 
     make: Callable[[int], nn.Module]
-    plan: Callable[[], dict[str, Any]] | None
+    plan: Callable[[], dict[str, Any]]
     shape: tuple[int, ...]
     tokens: bool = False
 
@@ -183,10 +212,10 @@ class _Kind:
 
 
 MODELS: Final = {
-    "MLP": _Kind(MLP, _mlp_plan, (24,)),
+    "MLP": _Kind(MLP, MLP.plan, (24,)),
     "GPT-2": _Kind(GPT2, GPT2.plan, (), True),
     "Llama": _Kind(Llama, Llama.plan, (), True),
-    "CNN": _Kind(CNN, None, (2, 8, 8)),
+    "CNN": _Kind(CNN, CNN.plan, (2, 8, 8)),
 }
 
 
@@ -201,50 +230,68 @@ class _Cell:
     way: str
     policy: str
 
-    def trained(self, steps: int, mesh: DeviceMesh | None) -> dict[str, str]:
-        """Return the hashes of the last result, the last gradients and the weights. mesh: None shares nothing."""
+    def file(self, folder: Path, size: int, steps: int) -> Path:
+        """Return where the hashes of this cell are kept, or the message of an error."""
+        return folder / f"{self.model}-{self.way}-{self.policy}-{size}-{steps}.pt".replace(" ", "_")
+
+    def trained(self, steps: int, meshes: Mapping[str, DeviceMesh]) -> dict[str, str]:
+        """Return the hashes of a result after the last step, of its gradients, and of the weights.
+
+        meshes: those of tensor and of data parallelism; a model without a mesh is not shared.
+        """
         kind = MODELS[self.model]
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            size = 1 if mesh is None or self.way != "tensor" else mesh.size()
-            model: Any = kind.make(size)
-        return dict(self._tensors(model, kind, steps, mesh))
+            model: Any = kind.make(meshes["tensor"].size() if "tensor" in meshes else 1)
+        return dict(self._tensors(model, kind, steps, meshes))
 
-    def _tensors(self, model: Any, kind: _Kind, steps: int, mesh: DeviceMesh | None) -> Iterator[tuple[str, str]]:
-        rounded = self.policy != STOCK
-        if mesh is not None and self.way == "tensor":
-            assert kind.plan is not None
-            parallelize_module(model, mesh, kind.plan())
-        if mesh is not None and self.way == "FSDP":
-            fully_shard(model, mesh=mesh)
+    def meshes(self, size: int) -> dict[str, DeviceMesh]:
+        """Return the meshes of this way to share a model among ``size`` processes."""
+        if self.way == "tensor":
+            return {"tensor": init_device_mesh("cpu", (size,))}
+        if self.way != "tensor x FSDP":
+            return {"data": init_device_mesh("cpu", (size,))}
+        columns = min(size, 2)
+        mesh = init_device_mesh("cpu", (size // columns, columns), mesh_dim_names=("data", "tensor"))
+        return {"data": mesh["data"], "tensor": mesh["tensor"]}
+
+    def _tensors(
+        self, model: Any, kind: _Kind, steps: int, meshes: Mapping[str, DeviceMesh]
+    ) -> Iterator[tuple[str, str]]:
+        rounded, shares_batches = self.policy != STOCK, self.way != "tensor"
+        if "tensor" in meshes:
+            parallelize_module(model, meshes["tensor"], kind.plan())
+        if "data" in meshes and "FSDP" in self.way:
+            fully_shard(model, mesh=meshes["data"])
         if rounded:
             model = fxround.compile(model, POLICIES[self.policy])
-        if self.way == "DDP" or (mesh is None and self.way == "FSDP"):
+        if self.way == "DDP" or (shares_batches and not meshes):
             model = DistributedDataParallel(model)
-        if rounded and self.way != "tensor":
-            average_in_order(model, micro_batches=MICRO_BATCHES)
+        if rounded and shares_batches:
+            # The averages of parts draw nothing: fxround refuses others.
+            averages = "reproducible" if self.way == "tensor x FSDP" else None
+            average_in_order(model, averages, micro_batches=MICRO_BATCHES)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if rounded:
             optimizer = fxround.compile_optimizer(optimizer, "reproducible")
         for step in range(steps):
             optimizer.zero_grad()
-            result = self._together(model, kind, step) if self.way == "tensor" else self._apart(model, kind, step)
+            if shares_batches:
+                own = meshes["data"] if meshes else None
+                self._apart(model, kind, step, own.get_local_rank() if own else 0, own.size() if own else 1)
+            else:
+                model(kind.batch(step)).square().mean().backward()
             optimizer.step()
-        if self.way == "tensor":
-            yield "result", fxround.hash(whole(result.detach()))
         for name, p in model.named_parameters():
             path = name.removeprefix("module.")
             yield f"gradient of {path}", fxround.hash(whole(p.grad))
             yield path, fxround.hash(whole(p.detach()))
+        with torch.no_grad():
+            yield "result", fxround.hash(whole(model.eval()(kind.batch(-1))))
 
-    def _together(self, model: Any, kind: _Kind, step: int) -> Tensor:
-        result: Tensor = model(kind.batch(step))
-        result.square().mean().backward()
-        return result
-
-    def _apart(self, model: Any, kind: _Kind, step: int) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        own = range(rank, MICRO_BATCHES, size)
+    def _apart(self, model: Any, kind: _Kind, step: int, row: int, rows: int) -> None:
+        """Compute the micro-batches of one row of processes."""
+        own = range(row, MICRO_BATCHES, rows)
         # Stock PyTorch adds what a process has, and averages over processes; average_in_order divides by all.
         share = 1 if self.policy != STOCK else len(own)
         for j in own:
@@ -256,31 +303,43 @@ class _Cell:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, and store it if --write is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.process_grid")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--ways", nargs="+", default=["tensor", "DDP", "FSDP"], choices=["tensor", "DDP", "FSDP"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--keep", type=Path, help="a folder for what is complete, which is not computed again")
+    parser.add_argument("--write", action="store_true", help="store the table under benchmarks/results")
     chosen = parser.parse_args()
-    cells = [
-        _Cell(model, way, policy)
-        for model in chosen.models
-        for way in chosen.ways
-        if way != "tensor" or MODELS[model].plan is not None
-        for policy in (*chosen.policies, STOCK)
-    ]
     print(header(["torch"]))
-    alone = _by_processes(1, cells, chosen.steps, shared=False)
     columns = [*chosen.policies, STOCK]
-    print(f"| model | way | processes | tensors | {' | '.join(columns)} |\n|---|---|--:|--:|{'--:|' * len(columns)}")
-    for size in chosen.processes:
-        found = _by_processes(size, cells, chosen.steps)
-        for model, way in dict.fromkeys((cell.model, cell.way) for cell in cells):
-            row = [_Cell(model, way, policy) for policy in columns]
-            counts = [_differing(alone[cell], found[cell]) for cell in row]
-            print(f"| {model} | {way} | {size} | {len(alone[row[-1]])} | {' | '.join(counts)} |", flush=True)
+    runs = [(model, way) for model in chosen.models for way in chosen.ways]
+    with nullcontext(chosen.keep) if chosen.keep else tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder)
+        kept.mkdir(parents=True, exist_ok=True)
+        for size in (0, *chosen.processes):
+            for model, way in runs:
+                _run(kept, size, [_Cell(model, way, policy) for policy in columns], chosen.steps)
+        rows = [_row(kept, [_Cell(*run, policy) for policy in columns], chosen.steps, chosen.processes) for run in runs]
+    numbers = ", ".join(map(str, chosen.processes))
+    headings = ["model", "way", "tensors", *columns]
+    print(f"Tensors that differ, with {numbers} processes:\n")
+    print(table(headings, rows))
+    if chosen.write:
+        made = {"columns": headings, "numbers": list(range(2, len(headings))), "rows": rows}
+        command = "python -m benchmarks.process_grid"
+        stored = {"process-grid": made | conditions(command, where=", one thread in each process, gloo")}
+        (RESULTS / "process_grid.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+
+
+def _row(kept: Path, cells: list[_Cell], steps: int, sizes: list[int]) -> list[str]:
+    """Return a row: for each policy how many tensors differ from those of one process that shares nothing, by size."""
+    alone = {cell: torch.load(cell.file(kept, 0, steps)) for cell in cells}
+    shared = {(cell, size): torch.load(cell.file(kept, size, steps)) for cell in cells for size in sizes}
+    counts = [", ".join(_differing(alone[cell], shared[cell, size]) for size in sizes) for cell in cells]
+    return [cells[0].model, cells[0].way, str(len(alone[cells[-1]])), *counts]
 
 
 def _differing(first: Any, second: Any) -> str:
@@ -291,29 +350,37 @@ def _differing(first: Any, second: Any) -> str:
     return str(sum(first[name] != second[name] for name in first))
 
 
-def _by_processes(size: int, cells: list[_Cell], steps: int, shared: bool = True) -> dict[_Cell, Any]:
-    """Return what the process of the highest rank has of each cell: hashes, or the message of an error."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = size, cells, steps, shared, folder
-        multiprocessing.start_processes(_as_a_rank, arguments, size, start_method="spawn")  # type: ignore[no-untyped-call]
-        found: dict[_Cell, Any] = torch.load(Path(folder, "found"), weights_only=False)
-        return found
+def _run(kept: Path, size: int, cells: list[_Cell], steps: int) -> None:
+    """Train in ``size`` processes the cells that are not kept; 0: in one, which shares nothing."""
+    missing = [cell for cell in cells if not cell.file(kept, size, steps).exists()]
+    if not missing:
+        return
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as store:
+        arguments = size, missing, steps, kept, store
+        multiprocessing.start_processes(_as_a_rank, arguments, max(size, 1), start_method="spawn")  # type: ignore[no-untyped-call]
+    seconds = time.perf_counter() - began
+    print(
+        f"{missing[0].model}, {missing[0].way}, {size or 'not shared, 1'} processes: {seconds:.0f} s", file=sys.stderr
+    )
 
 
-def _as_a_rank(rank: int, size: int, cells: list[_Cell], steps: int, shared: bool, folder: str) -> None:
+def _as_a_rank(rank: int, size: int, cells: list[_Cell], steps: int, kept: Path, store: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,)) if shared else None
-    found: dict[_Cell, Any] = {}
+    dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=rank, world_size=max(size, 1))
+    meshes = cells[0].meshes(size) if size else {}
     for cell in cells:
+        computed: Any
         try:
-            found[cell] = cell.trained(steps, mesh)
+            computed = cell.trained(steps, meshes)
         except FxroundError as error:
-            found[cell] = str(error)
+            computed = str(error)
             if rank == size - 1:
                 print(f"{cell}, {size} processes: {error}", file=sys.stderr, flush=True)
-    if rank == size - 1:
-        torch.save(found, Path(folder, "found"))
+        # The process of the highest rank says what was computed; the others have ended the cell, too, then.
+        dist.barrier()
+        if rank == max(size, 1) - 1:
+            torch.save(computed, cell.file(kept, size, steps))
     time.sleep(0.5)  # gloo may abort a process that ends at once
     dist.destroy_process_group()
 

@@ -209,8 +209,16 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         for hooks, key in _hooks(modules):
             if key in hooks:
                 stack.callback(_restore, hooks, dict(hooks))
-                del hooks[key]
+                # What the trace depends on is found by the place of a hook among others: each keeps its place.
+                if len(hooks) > 1:
+                    hooks[key] = no_hook
+                else:
+                    del hooks[key]
         yield
+
+
+def no_hook(*given: Any) -> None:
+    """Do nothing, in the place of one of FSDP's hooks."""
 
 
 def _hooks(modules: Sequence[Any]) -> Iterator[tuple[dict[int, Any], int]]:

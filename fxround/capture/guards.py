@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from fxround.capture.class_guards import Row, all_names, constructors, methods_of, special_names
+from fxround.capture.fully_sharded import modules_of, no_hook
 from fxround.capture.leftovers import Installed
 from fxround.capture.memory_reads import MemoryReads
 from fxround.capture.numbers import Number, is_number
@@ -229,11 +230,13 @@ class Noted:
         values = [guard for guard in graph.guards if guard.name in free and guard.create_fn_name() in _EQUAL]
         scope = {"L": graph.local_scope, "G": graph.global_scope}
         covered = {id(module) for module in (self.traced, *self.model.modules())}
+        stand_ins = {id(no_hook), *map(id, self.model.parameters())} if modules_of(self.model) else set()
         kept = [
             guard
             for guard in graph.guards
             if guard not in values and _is_evaluated(guard, names)
             if guard.create_fn_name() != _HOOKS or id(value_of(guard.originating_source.base, scope)) not in covered
+            if not _is_below(guard.originating_source, stand_ins, scope)
         ]
         tensors = self._other_tensors(scope)
         known = {guard.name for guard in graph.guards}
@@ -242,6 +245,7 @@ class Noted:
             name: source
             for name, source in self.readings.sources.items()
             if _is_compared(source, names)
+            and not _is_below(source, stand_ins, scope)
             and (name not in known or (identities and id(value_of(source, scope)) in identities))
         }
         orders = [(source, value) for source, value in ordered(kept, scope) if _is_compared(source, names)]
@@ -367,6 +371,14 @@ def _is_compared(source: Any, names: set[str]) -> bool:
     if any(type(part).__name__ == "SkipGuardSource" for part in chain):  # what PyTorch itself takes for constant
         return False
     return _root(source) in names or bool(re.match(r"G\['(?!__(import|builtins_dict)_+\w+'\]$)", source.name))
+
+
+def _is_below(source: Any, stand_ins: Collection[int], scope: dict[str, Any]) -> bool:
+    """Whether a value is one of these objects, by their ids, or is found by way of one.
+
+    They stand in the trace for parameters and hooks of ``fully_shard``, which are looked at before each call.
+    """
+    return bool(stand_ins) and any(id(value_of(part, scope)) in stand_ins for part in _chain(source))
 
 
 def _chain(source: Any) -> list[Any]:

@@ -77,9 +77,10 @@ class Transformer(nn.Module):
 
 
 class Gated(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 24, inner: int = 32) -> None:
         super().__init__()
-        self.first, self.gate, self.down = (nn.Linear(m, n, bias=False) for m, n in ((24, 32), (24, 32), (32, 24)))
+        shapes = ((width, inner), (width, inner), (inner, width))
+        self.first, self.gate, self.down = (nn.Linear(*shape, bias=False) for shape in shapes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.first(x)) * self.gate(x))

@@ -182,6 +182,7 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
 
     compiled, data = parallelized(size)
     found["parallelized"] = whole(trained_together(compiled, data.get_local_rank(), data.size()).parameters())
+    found["captures"] = len(compiled.captures().rows)
     average_in_order(compiled, DRAWN)
     try:
         loss_of_mlp(compiled, 0).backward()
@@ -340,6 +341,7 @@ def test_a_parallelized_model_has_the_weights_of_one_process(ranks: list[dict[st
     assert all(same(found["parallelized"], want) for found in ranks) and not same(
         want, whole(model_of("MLP").parameters())
     )
+    assert all(found["captures"] == 1 for found in ranks)
     said = "of which parallelize_module gives this process a part, draws random bits"
     assert all(said in found["drawn parts"] for found in ranks)
 
