@@ -156,15 +156,21 @@ def share(model, mesh):
 
 
 _WAITS = """
-import sys, time
+import pathlib, sys, time
 print(sys.argv[1], flush=True)
-sys.exit("failed") if sys.argv[1] == "1" else time.sleep(100)
+begun = pathlib.Path(sys.argv[2])
+if sys.argv[1] == "0":
+    begun.touch()
+    time.sleep(100)
+while not begun.exists():
+    time.sleep(0.01)
+sys.exit("failed")
 """
 
 
-def test_processes_that_wait_for_one_that_failed_are_ended() -> None:
-    began = time.monotonic()
-    first, second = new_process.run_together(_WAITS, [["0"], ["1"]], grace=0.2)
+def test_processes_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
+    began, begun = time.monotonic(), str(tmp_path / "begun")
+    first, second = new_process.run_together(_WAITS, [["0", begun], ["1", begun]], grace=0.2)
     assert (first.returncode, first.stdout, first.stderr) == (1, "1\n", "failed\n")
     assert (second.returncode, second.stdout) == (-signal.SIGKILL, "0\n")
     assert time.monotonic() - began < 50
