@@ -57,9 +57,10 @@ MICRO_BATCHES: Final = 8
 _SHARDS: Final = "shards:8/lanes:16"
 STOCK: Final = "stock"
 WAYS: Final = ("tensor", "DDP", "FSDP", "tensor x FSDP")
-# Each of 8 processes has whole blocks of 32 columns, which share a scale, and at least two heads of an attention.
-_WIDTH: Final = 256
+# Each of 8 processes has whole blocks of 32 inner columns, which share a scale, and two heads of an attention.
+_INNER: Final = 256
 _HEADS: Final = 16
+_WIDTH: Final = 32
 
 
 def _sharded(name: str, rounding: str, *rules: Rule) -> Policy:
@@ -84,7 +85,7 @@ class MLP(nn.Module):
     def __init__(self, processes: int = 1) -> None:
         del processes
         super().__init__()
-        self.up, self.down = nn.Linear(24, _WIDTH), nn.Linear(_WIDTH, 10)
+        self.up, self.down = nn.Linear(24, _INNER), nn.Linear(_INNER, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
@@ -101,7 +102,7 @@ class _Block(nn.Module):
     def __init__(self, norm: Callable[[int], nn.Module], layer: nn.Module, processes: int) -> None:
         super().__init__()
         self.first, self.second = norm(_WIDTH), norm(_WIDTH)
-        self.attention, self.layer = Attention(_WIDTH, _HEADS, processes), layer
+        self.attention, self.layer = Attention(_WIDTH, _HEADS, processes, _INNER), layer
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.first(x))
@@ -111,7 +112,7 @@ class _Block(nn.Module):
 class _Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(_WIDTH, _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, _INNER), nn.Linear(_INNER, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
@@ -144,7 +145,7 @@ class Llama(nn.Module):
     def __init__(self, processes: int = 1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, _WIDTH)
-        self.blocks = nn.Sequential(*(_Block(nn.RMSNorm, Gated(_WIDTH, _WIDTH), processes) for _ in range(2)))
+        self.blocks = nn.Sequential(*(_Block(nn.RMSNorm, Gated(_WIDTH, _INNER), processes) for _ in range(2)))
         self.norm, self.head = nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, 32, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -182,9 +183,9 @@ class CNN(nn.Module):
             nn.Conv2d(8, 8, 3, stride=2),
             nn.BatchNorm2d(8, track_running_stats=False),
             nn.Flatten(),
-            nn.Linear(72, _WIDTH),
+            nn.Linear(72, _INNER),
             nn.ReLU(),
-            nn.Linear(_WIDTH, 20),
+            nn.Linear(_INNER, 20),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +233,8 @@ class _Cell:
 
     def file(self, folder: Path, size: int, steps: int) -> Path:
         """Return where the hashes of this cell are kept, or the message of an error."""
-        return folder / f"{self.model}-{self.way}-{self.policy}-{size}-{steps}.pt".replace(" ", "_")
+        way = self.way if size or self.way == "tensor" else "DDP"  # what shares nothing is trained once
+        return folder / f"{self.model}-{way}-{self.policy}-{size}-{steps}.pt".replace(" ", "_")
 
     def trained(self, steps: int, meshes: Mapping[str, DeviceMesh]) -> dict[str, str]:
         """Return the hashes of a result after the last step, of its gradients, and of the weights.
@@ -268,9 +270,7 @@ class _Cell:
         if self.way == "DDP" or (shares_batches and not meshes):
             model = DistributedDataParallel(model)
         if rounded and shares_batches:
-            # The averages of parts draw nothing: fxround refuses others.
-            averages = "reproducible" if self.way == "tensor x FSDP" else None
-            average_in_order(model, averages, micro_batches=MICRO_BATCHES)
+            average_in_order(model, micro_batches=MICRO_BATCHES)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if rounded:
             optimizer = fxround.compile_optimizer(optimizer, "reproducible")

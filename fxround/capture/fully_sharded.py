@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fxround.capture.torch_private import capturing
 from fxround.errors import CaptureError
+from fxround.numerics.arithmetic.randomness import Part as Place
 
 # What ``fully_shard`` marks modules with, for Dynamo.
 _MARKS: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -51,6 +52,32 @@ class Part:
         sizes = list(self.whole)
         sizes[self.dim] = self.start_and_size(rank)[1]
         return torch.Size(sizes)
+
+    @property
+    def has_places(self) -> bool:
+        """Whether the elements of each process's part are runs of the parameter, one as far from the next as another.
+
+        So they are unless the dimension that the processes share is inside of others.
+        """
+        return self.whole[: self.dim].numel() == 1
+
+    def place(self, rank: int | None = None) -> Place | None:
+        """Return where the elements of a process's part stand in the parameter; None if they are all of it.
+
+        rank: None asks for what all processes share, which ``parallelize_module`` may have made a part of the
+        parameter, along the same dimension or another one.
+        """
+        if rank is None and self.whole == self.parameter.shape:
+            return None
+        start, rows = (0, self.whole[self.dim]) if rank is None else self.start_and_size(rank)
+        shape, dim, first = self.whole, self.dim, 0
+        if self.parallel is not None and self.parallel.placements[0].is_shard():
+            shape, dim = self.parallel.tensor_meta.shape, self.parallel.placements[0].dim
+            first = self.parallel.mesh.get_local_rank() * self.whole[dim] * shape[dim + 1 :].numel()
+        first += start * shape[self.dim + 1 :].numel()
+        length = rows if dim == self.dim else self.whole[dim]
+        inner = shape[dim + 1 :].numel()
+        return Place(length * inner, (shape[dim] - length) * inner, first, 1, 0)
 
     def stand_in(self) -> nn.Parameter:
         """Return a parameter that is what the model has before ``fully_shard``, but for its numbers."""

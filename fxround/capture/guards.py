@@ -238,7 +238,7 @@ class Noted:
             if guard.create_fn_name() != _HOOKS or id(value_of(guard.originating_source.base, scope)) not in covered
             if not _is_below(guard.originating_source, stand_ins, scope)
         ]
-        tensors = self._other_tensors(scope)
+        tensors = [source for source in self._other_tensors(scope) if not _is_below(source, stand_ins, scope)]
         known = {guard.name for guard in graph.guards}
         identities = self._identities(scope)
         unguarded = {

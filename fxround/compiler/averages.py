@@ -21,6 +21,7 @@ from torch import Tensor
 from fxround.graph.dtypes import STORAGES
 from fxround.kernels.maps import draws
 from fxround.kernels.program import Program
+from fxround.numerics.arithmetic.randomness import Part
 from fxround.numerics.formats.storage import FORMAT_OF
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
@@ -52,10 +53,13 @@ class Averages(Protocol):
         """What must be the same in all processes, in words."""
         ...
 
-    def own(self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool) -> Tensor | None:
+    def own(
+        self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool, place: Part | None = None
+    ) -> Tensor | None:
         """Take the gradient of a backward pass, and return what this process contributes to the average.
 
-        None if it contributes nothing yet: while ``synchronizes`` is False, and without any gradient.
+        None if it contributes nothing yet: while ``synchronizes`` is False, and without any gradient. place: where the
+        gradient stands in that of the whole parameter, whose elements number the random bits; None: it is the whole.
         """
         ...
 
@@ -65,11 +69,11 @@ class Averages(Protocol):
         ...
 
     def draws(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether the average draws random bits, which are numbered by the elements of a whole parameter."""
+        """Whether the average draws random bits."""
         ...
 
-    def average(self, name: str, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the average of what the processes contributed, in the order of their ranks."""
+    def average(self, name: str, gradients: Sequence[Tensor], place: Part | None = None) -> Tensor:
+        """Return the average of what the processes contributed, in the order of their ranks; place: as of ``own``."""
         ...
 
 
@@ -94,9 +98,11 @@ class OrderOfRanks:
         numbers = {name: k for k, (name, _) in enumerate(module.named_parameters())}
         return OrderOfRanks(policy, numbers, world_size, lambda: module.rng)
 
-    def own(self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool) -> Tensor | None:
+    def own(
+        self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool, place: Part | None = None
+    ) -> Tensor | None:
         """Add a gradient to those of earlier backward passes, as PyTorch does; return the sum if it is averaged now."""
-        del call
+        del call, place
         before = self._accumulated.pop(name, None)
         total = gradient if before is None else before if gradient is None else before + gradient
         if synchronizes:
@@ -109,11 +115,11 @@ class OrderOfRanks:
         """Whether the sum or the quotient draws."""
         return any(map(draws, self._program(name, dtype).statements))
 
-    def average(self, name: str, gradients: Sequence[Tensor]) -> Tensor:
+    def average(self, name: str, gradients: Sequence[Tensor], place: Part | None = None) -> Tensor:
         """Return the average of what the processes contributed, in the order of their ranks."""
         seed, sample = self._rng().tolist()
         dtype = gradients[0].dtype
-        drawn = Draw(seed, sample, LAST_NODE - self._numbers[name])
+        drawn = Draw(seed, sample, LAST_NODE - self._numbers[name], place)
         return run_map(self._program(name, dtype), gradients, dtype, drawn)
 
     def _program(self, name: str, dtype: torch.dtype) -> Program:

@@ -135,7 +135,6 @@ class FullySharded:
         None for a parameter that gets no gradient now: in no process, or because gradients are accumulated. Raises what
         a process raises in all of them.
         """
-        self._require_numbered(groups)
         given, error = iter(gradients), None
         owned: list[list[Tensor | None]] = []
         for group in groups:
@@ -145,7 +144,8 @@ class FullySharded:
                 if not part.parameter.requires_grad or error is not None:
                     continue
                 try:
-                    owned[-1][j] = self.averages.own(self._name(part), gradient, call, group.reduces)
+                    place = part.place() if self._draws(part) else None
+                    owned[-1][j] = self.averages.own(self._name(part), gradient, call, group.reduces, place)
                 except Exception as raised:  # the other processes must know of it, whatever it is
                     error = raised
         waiting = [i for i, group in enumerate(groups) if group.reduces and _trained(group.parts)]
@@ -157,24 +157,16 @@ class FullySharded:
                 made[i][j] = self._averaged(groups[i].parts[j], contributions)
         return [gradient for row in made for gradient in row]
 
-    def _require_numbered(self, groups: Sequence[Group]) -> None:
-        """Raise FxroundError for an average that draws by the elements of what ``parallelize_module`` has parted."""
-        for part in (part for group in groups for part in group.parts):
-            if part.whole != part.parameter.shape and self._is_whole(part):
-                raise FxroundError(
-                    f"the average of gradients of {self._name(part)}, of which parallelize_module gives this process a "
-                    "part, draws random bits, which would be those of the part: choose a deterministic policy for it, "
-                    "by average_in_order"
-                )
-
     def _averaged(self, part: Part, contributions: Sequence[Tensor]) -> Any:
         """Return the average of what the processes contributed: of whole gradients, or of the part of this process."""
         from torch.distributed.tensor import DTensor
 
-        average = contributions[0]
+        average, is_whole = contributions[0], self._is_whole(part)
         if average.numel():
-            average = self.averages.average(self._name(part), contributions)
-        if self._is_whole(part):
+            rank = None if is_whole else self.rank
+            place = part.place(rank) if self._draws(part) else None
+            average = self.averages.average(self._name(part), contributions, place)
+        if is_whole:
             average = pieces_of(average, part, self.size)[self.rank].contiguous()
         p: Any = part.parameter
         return DTensor.from_local(
@@ -238,7 +230,10 @@ class FullySharded:
             require_agreement(self.mesh, described, error)
 
     def _is_whole(self, part: Part) -> bool:
-        """Whether the average is computed of whole gradients."""
+        """Whether each process averages all that the processes share: the elements of a part have no numbers."""
+        return self._draws(part) and not part.has_places
+
+    def _draws(self, part: Part) -> bool:
         return self.averages.draws(self._name(part), part.parameter.dtype)
 
     def _name(self, part: Part) -> str:

@@ -54,7 +54,7 @@ def run_map(
 ) -> Tensor:
     """Run a program over operands that broadcast; ``out`` is a row-major tensor to write into."""
     kernel = map_kernel(program, loads_of(operands), result_storage(dtype))
-    (result,) = run_kernel(kernel, operands, draw.key(), (out,))
+    (result,) = run_kernel(draw.of_part(kernel), operands, draw.key(), (out,))
     return result
 
 

@@ -1,9 +1,9 @@
 """Data-parallel training: gradients of several processes are averaged in the order of their ranks.
 
 The formula is that of ``compiler.averages``. With DistributedDataParallel, each process computes it for a part of the
-elements (``exchange``), or, if it draws random bits, gathers all gradients and computes it for all of them. The formula
-does not depend on DDP's buckets, so that neither their size nor the order in which they become ready changes a bit.
-With ``micro_batches=S`` it does not depend on the number of processes either (``gradient_tree``).
+elements (``exchange``). The formula does not depend on DDP's buckets, so that neither their size nor the order in which
+they become ready changes a bit. With ``micro_batches=S`` it does not depend on the number of processes either
+(``gradient_tree``).
 """
 
 # No ``from __future__ import annotations``: DDP compares the annotations of its hook, which must not be texts.
@@ -22,6 +22,7 @@ from fxround.errors import type_of
 from fxround.kernels.maps import draws
 from fxround.kernels.program import Program
 from fxround.module.rounded_module import RoundedModule
+from fxround.numerics.arithmetic.randomness import Part
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
@@ -49,16 +50,22 @@ class _State:
         return any(map(draws, self.programs[id(parameter)][1].statements))
 
     def average(
-        self, parameter: Tensor, gradients: list[Tensor], seed: int, sample: int, out: Tensor | None = None
+        self,
+        parameter: Tensor,
+        gradients: list[Tensor],
+        seed: int,
+        sample: int,
+        place: Part | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return the average of some elements of the gradients of all processes, in the order of their ranks.
 
-        out: a row-major tensor for them.
+        place: where they stand in the gradient of the parameter. out: a row-major tensor for them.
         """
         if self.tree is not None:
-            return self.tree.average(parameter, gradients, out)
+            return self.tree.average(parameter, gradients, place, out)
         number, program = self.programs[id(parameter)]
-        return run_map(program, gradients, gradients[0].dtype, Draw(seed, sample, LAST_NODE - number), out)
+        return run_map(program, gradients, gradients[0].dtype, Draw(seed, sample, LAST_NODE - number, place), out)
 
 
 def average_in_order(
@@ -166,19 +173,25 @@ def _programs(module: RoundedModule, policy: Policy, world_size: int) -> dict[in
 
 def _average(state: _State, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's hook: average the gradients of the bucket, parameter by parameter."""
-    # Random bits are numbered by the elements of whole parameters.
-    if state.exchange is None or bucket.buffer().device.type != "cpu" or any(map(state.draws, bucket.parameters())):
-        return _gathered(state, bucket)
     buffer: Tensor = bucket.buffer()
-    places = [view.storage_offset() - buffer.storage_offset() for view in bucket.gradients()]
+    views: list[Tensor] = bucket.gradients()
     parameters, seed, sample = bucket.parameters(), *state.module.rng.tolist()
+    # Random bits are numbered by the elements of a parameter in their row-major order.
+    moved = any(not view.is_contiguous() and state.draws(p) for view, p in zip(views, parameters, strict=True))
+    if state.exchange is None or buffer.device.type != "cpu" or moved:
+        return _gathered(state, bucket)
+    places = [view.storage_offset() - buffer.storage_offset() for view in views]
 
     exchange = state.exchange
 
     def averaging(first: int, parts: list[Tensor], out: Tensor) -> None:
         for place, parameter in zip(places, parameters, strict=True):
             start, end = (min(max(x - first, 0), len(out)) for x in (place, place + parameter.numel()))
-            state.average(parameter, [part[start:end] for part in parts], seed, sample, out[start:end])
+            if start == end:
+                continue
+            run = Part(chunk=int(end - start), skip=0, first=int(first + start - place), shards=1, shard=0)
+            numbered = run if state.draws(parameter) else None
+            state.average(parameter, [part[start:end] for part in parts], seed, sample, numbered, out[start:end])
 
     return exchange.start(bucket, averaging)
 

@@ -26,6 +26,7 @@ from fxround.errors import FxroundError
 from fxround.kernels.maps import draws
 from fxround.kernels.program import Program
 from fxround.module.rounded_module import RoundedModule
+from fxround.numerics.arithmetic.randomness import Part
 from fxround.policy import Policy
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
@@ -111,10 +112,13 @@ class GradientTree:
         del dtype
         return self._known(name).all is None
 
-    def average(self, name: str, gradients: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def average(
+        self, name: str, gradients: Sequence[Tensor], place: Part | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Return the gradient of a parameter, of the sums of all processes in the order of their ranks.
 
-        out: a row-major tensor for it. Raises FxroundError if this process has not summed all of its micro-batches.
+        place: where it stands in that of the whole parameter. out: a row-major tensor for it. Raises FxroundError if
+        this process has not summed all of its micro-batches.
         """
         own, sums = self._known(name), list(gradients)
         if own.received != self.of_each:
@@ -125,12 +129,12 @@ class GradientTree:
         own.received = 0
         dtype = sums[0].dtype
         if own.all is not None:
-            return run_map(own.all, sums, dtype, self._draw(own, 0), out)
+            return run_map(own.all, sums, dtype, self._draw(own, 0, place), out)
         width = self.world_size
         while width > 1:
             width //= 2
-            sums = [self._add(own, width, i, sums[i], sums[i + width]) for i in range(width)]
-        return run_map(own.divide, sums, dtype, self._draw(own, 0), out)
+            sums = [self._add(own, width, i, sums[i], sums[i + width], place) for i in range(width)]
+        return run_map(own.divide, sums, dtype, self._draw(own, 0, place), out)
 
     def _whole(self, add: str, divide: str) -> str:
         """Return the program of the sums of all processes, in the order of their ranks, to the gradient."""
@@ -152,16 +156,21 @@ class GradientTree:
                 "call optimizer.zero_grad(set_to_none=True) before each step"
             )
 
-    def own(self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool) -> Tensor | None:
+    def own(
+        self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool, place: Part | None = None
+    ) -> Tensor | None:
         """Take the gradient of a parameter that has none yet; arguments and result as of ``receive``."""
         if gradient is not None:
             self.require_no_gradient(name, self.module.get_parameter(name))
-        return self.receive(name, gradient, call, synchronizes)
+        return self.receive(name, gradient, call, synchronizes, place)
 
-    def receive(self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool) -> Tensor | None:
+    def receive(
+        self, name: str, gradient: Tensor | None, call: Call, synchronizes: bool, place: Part | None = None
+    ) -> Tensor | None:
         """Take a micro-batch's gradient; return the sum of those of this process with the last one, None before.
 
         call: of the micro-batch. synchronizes: whether the processes average gradients after this backward pass.
+        place: where the gradient stands in that of the whole parameter.
 
         Raises FxroundError for a step that is not made of such micro-batches.
         """
@@ -184,16 +193,17 @@ class GradientTree:
                 "last one does not"
             )
         self._require_invariant()
-        total, place, width = gradient, micro_batch, self.of_each
+        total, position, width = gradient, micro_batch, self.of_each
         own.received += 1
         while width > 1:
             width //= 2
-            if place < width:
-                own.waiting[width, place] = total
+            if position < width:
+                own.waiting[width, position] = total
                 return None
-            place -= width
-            first = own.waiting.pop((width, place))
-            total = self._add(own, width * self.world_size, place * self.world_size + self.rank, first, total)
+            position -= width
+            first = own.waiting.pop((width, position))
+            number = position * self.world_size + self.rank
+            total = self._add(own, width * self.world_size, number, first, total, place)
         return total
 
     def _known(self, name: str) -> _Sums:
@@ -241,12 +251,12 @@ class GradientTree:
             "out, or use a model without such a state, as BatchNorm is with track_running_stats=False"
         )
 
-    def _add(self, own: _Sums, width: int, place: int, first: Tensor, second: Tensor) -> Tensor:
-        """Return R(g_l + g_(l + w)) for w = width and l = place. Pairs are numbered w + l, from 1 to S - 1."""
-        return run_map(own.add, [first, second], first.dtype, self._draw(own, width + place))
+    def _add(self, own: _Sums, width: int, position: int, first: Tensor, second: Tensor, place: Part | None) -> Tensor:
+        """Return R(g_l + g_(l + w)) for w = width and l = position. Pairs are numbered w + l, from 1 to S - 1."""
+        return run_map(own.add, [first, second], first.dtype, self._draw(own, width + position, place))
 
-    def _draw(self, own: _Sums, pair: int) -> Draw:
-        return Draw(*own.step, LAST_NODE - (own.number * self.micro_batches + pair))
+    def _draw(self, own: _Sums, pair: int, place: Part | None) -> Draw:
+        return Draw(*own.step, LAST_NODE - (own.number * self.micro_batches + pair), place)
 
 
 class TreeOfDDP:
@@ -265,9 +275,11 @@ class TreeOfDDP:
         """Whether the average of a parameter's gradients draws random bits."""
         return self.tree.draws(self.names[id(parameter)], parameter.dtype)
 
-    def average(self, parameter: Tensor, sums: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def average(
+        self, parameter: Tensor, sums: Sequence[Tensor], place: Part | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Return the gradient of a parameter, of the sums of all processes in the order of their ranks."""
-        return self.tree.average(self.names[id(parameter)], sums, out)
+        return self.tree.average(self.names[id(parameter)], sums, place, out)
 
     def _called(self, ddp: DistributedDataParallel, args: object) -> None:
         del args

@@ -41,10 +41,12 @@ class MLP(nn.Module):
 class Attention(nn.Module):
     """Each process has some of the heads."""
 
-    def __init__(self, width: int, heads: int, processes: int) -> None:
+    def __init__(self, width: int, heads: int, processes: int, inner: int | None = None) -> None:
         super().__init__()
-        self.heads, self.width = heads // processes, width // heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        inner = inner or width
+        self.heads, self.width = heads // processes, inner // heads
+        self.q, self.k, self.v = (nn.Linear(width, inner) for _ in range(3))
+        self.o = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape

@@ -183,11 +183,9 @@ def as_a_rank(store: str, out: str, rank: int, size: int) -> None:
     compiled, data = parallelized(size)
     found["parallelized"] = whole(trained_together(compiled, data.get_local_rank(), data.size()).parameters())
     found["captures"] = len(compiled.captures().rows)
-    average_in_order(compiled, DRAWN)
-    try:
-        loss_of_mlp(compiled, 0).backward()
-    except FxroundError as error:
-        found["drawn parts"] = str(error)
+    compiled, data = parallelized(size)
+    drawn = trained_together(compiled, data.get_local_rank(), data.size(), DRAWN)
+    found["parallelized, drawn"] = whole(drawn.parameters())
 
     for case, use in differing(first, model, rank).items():
         first.zero_grad()
@@ -223,9 +221,9 @@ def parallelized(size: int) -> tuple[Any, DeviceMesh]:
     return fxround.compile(model, "reproducible_sharded", seed=SEED), mesh["data"]
 
 
-def trained_together(model: Any, rank: int = 0, size: int = 1) -> Any:
+def trained_together(model: Any, rank: int = 0, size: int = 1, averages: Any = None) -> Any:
     """The model after a step of four micro-batches."""
-    average_in_order(model, micro_batches=4)
+    average_in_order(model, averages, micro_batches=4)
     for j in own_of(model, rank, size, 4):
         loss_of_mlp(model, j).backward()
     optimizer_of(model, "stochastic").step()
@@ -336,14 +334,15 @@ def test_gradients_are_averaged_in_the_order_of_the_ranks(ranks: list[dict[str, 
 
 @pytest.mark.usefixtures("alone")
 def test_a_parallelized_model_has_the_weights_of_one_process(ranks: list[dict[str, Any]]) -> None:
-    ddp = nn.parallel.DistributedDataParallel(fxround.compile(model_of("MLP"), "reproducible_sharded", seed=SEED))
-    want = whole(trained_together(ddp).parameters())
-    assert all(same(found["parallelized"], want) for found in ranks) and not same(
-        want, whole(model_of("MLP").parameters())
-    )
+    """Also with averages that draw: an element draws by its number in the whole parameter."""
+    weights = []
+    for case, averages in {"parallelized": None, "parallelized, drawn": DRAWN}.items():
+        compiled = fxround.compile(model_of("MLP"), "reproducible_sharded", seed=SEED)
+        ddp = nn.parallel.DistributedDataParallel(compiled)
+        weights.append(whole(trained_together(ddp, averages=averages).parameters()))
+        assert all(same(found[case], weights[-1]) for found in ranks)
+    assert not same(*weights) and not same(weights[0], whole(model_of("MLP").parameters()))
     assert all(found["captures"] == 1 for found in ranks)
-    said = "of which parallelize_module gives this process a part, draws random bits"
-    assert all(said in found["drawn parts"] for found in ranks)
 
 
 def test_steps_of_matrices_and_blocks_are_those_of_one_process(ranks: list[dict[str, Any]]) -> None:
