@@ -53,6 +53,7 @@ def add_localize(commands: Any) -> None:
     parser.add_argument("--runs", type=int, default=5, help="number of samples per set (default 5)")
     parser.add_argument("--limit", type=int, metavar="N", help="stop after N sets")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of worker processes, -1 for all cores (default 1)")
     parser.add_argument(
         "--cache",
         type=Path,
@@ -75,8 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
         name: getattr(arguments, name) for name in ("quiet", "level", "min_bits", "runs", "limit", "seed", "cache")
     }
     quietly = arguments.json == "-"
+    asked |= {"n_jobs": arguments.jobs, "progress": False if quietly else None}
     try:
-        report = localize(model, inputs, check, arguments.policy, progress=False if quietly else None, **asked)
+        report = localize(model, inputs, check, arguments.policy, **asked)
     except NothingFails as answer:
         print(json.dumps({"sets": [], "reason": str(answer)}) if quietly else f"Nothing to localize: {answer}")
         return 0

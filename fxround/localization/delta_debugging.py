@@ -18,20 +18,22 @@ import networkx as nx
 
 Units = tuple[str, ...]
 Fails = Callable[[Units], bool]
+# Returns the first of several sets that fails, or None. Sets after that may have been tried, without effect.
+FirstFailing = Callable[[Sequence[Units]], Units | None]
 Divide = Callable[[Units, int], list[Units]]
 
 
-def minimal(units: Sequence[str], fails: Fails, divide: Divide) -> Units:
+def minimal(units: Sequence[str], first: FirstFailing, divide: Divide) -> Units:
     """Return a subset of ``units`` (which must fail) that fails and of which no single unit can be left out.
 
-    divide: splits a set into a number of non-empty disjoint parts. The subset keeps the order of ``units``. The test is
-    called O(n^2) times at worst, O(log n) times for one culprit.
+    divide: splits a set into a number of non-empty disjoint parts. The subset keeps the order of ``units``. O(n^2) sets
+    are tried at worst, O(log n) for one culprit.
     """
     failing, parts = tuple(units), 2
     while len(failing) > 1:
         pieces = divide(failing, min(parts, len(failing)))
         rests = [_without(failing, piece) for piece in pieces] if len(pieces) > 2 else []
-        smaller = next((tried for tried in (*pieces, *rests) if fails(tried)), None)
+        smaller = first((*pieces, *rests))
         if smaller is not None:
             failing, parts = smaller, 2 if smaller in pieces else max(len(pieces) - 1, 2)
         elif len(pieces) == len(failing):
@@ -41,20 +43,23 @@ def minimal(units: Sequence[str], fails: Fails, divide: Divide) -> Units:
     return failing
 
 
-def likely(units: Units, shares: Mapping[str, float], fails: Fails) -> Units:
+def one_by_one(fails: Fails) -> FirstFailing:
+    """Return the search for the first failing set that tries one after the other."""
+    return lambda sets: next((units for units in sets if fails(units)), None)
+
+
+def likely(units: Units, shares: Mapping[str, float], first: FirstFailing) -> Units:
     """Return the first failing set of the 1, 2, 4, ... units with the largest shares; ``units`` if none of them fails.
 
     A set has at most half of the units, in their order. Nothing is tried without shares.
     """
     order = sorted((unit for unit in units if shares.get(unit)), key=lambda unit: -shares[unit])
-    count = 1
+    tried, count = list[Units](), 1
     while 2 * count <= len(units) and count <= len(order):
         chosen = set(order[:count])
-        tried = tuple(unit for unit in units if unit in chosen)
-        if fails(tried):
-            return tried
+        tried.append(tuple(unit for unit in units if unit in chosen))
         count *= 2
-    return units
+    return (first(tried) if tried else None) or units
 
 
 def disjoint(units: Sequence[str], fails: Fails, search: Callable[[Units], Units]) -> Iterator[Units]:

@@ -12,6 +12,7 @@ Correctness 2019 (rddmin); Zeller and Hildebrandt, IEEE TSE 28(2), 2002 (ddmin).
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from fxround.localization.checks import CheckLike, compares, parse_check, requir
 from fxround.localization.masked_model import Masked
 from fxround.localization.report import LocalizeReport
 from fxround.localization.search import NothingFails, Search
+from fxround.localization.shared import Shared
 from fxround.localization.verdicts import Verdicts
 from fxround.module.rounded_module import PolicyLike
 from fxround.significance.inputs import positive
 from fxround.significance.references import reference_rows, require_reference
+from fxround.significance.workers import require_jobs
 
 __all__ = ["NothingFails", "localize"]
 
@@ -46,6 +49,7 @@ def localize(
     seed: int = 0,
     cache: str | Path | None = None,
     limit: int | None = None,
+    n_jobs: int = 1,
     progress: bool | None = None,
 ) -> LocalizeReport:
     """Find minimal sets of modules, nodes or elements whose roundings by ``policy`` make a check fail.
@@ -74,15 +78,19 @@ def localize(
         seed: 0 to 2^63 - 1, the seed of all random bits.
         cache: a directory for verdicts, from which a later call continues; None stores nothing.
         limit: the number of sets after which the search stops; None finds all.
+        n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used. Each worker has as many
+            threads as this process. They run the samples of a set, and of the sets that come next if it passes; the
+            check is called here, and the report is that of one process.
         progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
-        A ``LocalizeReport``. Ctrl-C ends the search and returns the report of the sets found so far.
+        A ``LocalizeReport``. Ctrl-C ends the search, workers at once, and returns the report of the sets found so far.
 
     Raises:
         NothingFails: a ValueError, if the check passes with every site on.
         ValueError: for wrong arguments, or if the check fails with every site off.
         TypeError: for another kind of check; also what ``fxround.compile`` raises.
+        ImportError: for workers without joblib. FxroundError for a model of which a worker captures another graph.
 
     Example::
 
@@ -98,6 +106,7 @@ def localize(
     positive("runs", runs)
     if limit is not None:
         positive("limit", limit)
+    require_jobs(n_jobs)
     require_check(check, min_bits)
     if compares(check):
         require_reference(reference)
@@ -110,4 +119,8 @@ def localize(
     judged = parse_check(check, min_bits, compared, masked.call)
     samples = runs if masked.random else 1
     verdicts = Verdicts(masked, judged, runs=samples, seed=seed, cache=Path(cache) if cache is not None else None)
-    return Search(verdicts, level, limit, progress).run(type(model).__name__)
+    search = Search(verdicts, level, limit, progress)
+    with ExitStack() as stack:
+        if n_jobs != 1:
+            verdicts.outputs = stack.enter_context(Shared(n_jobs, masked, seed)).outputs
+        return search.run(type(model).__name__)

@@ -32,6 +32,7 @@ from fxround.fingerprint import hash
 from fxround.graph.dialect import loops_of
 from fxround.graph.site import PORT, Port, Site, located, operator_name, placed
 from fxround.localization.bundles import Bundle, bundles
+from fxround.locks import waited_for
 from fxround.module import compile
 from fxround.module.rounded_module import PolicyLike
 from fxround.numerics.lazy import cached_property
@@ -42,6 +43,7 @@ from fxround.significance.inputs import ModelCall, calls
 from fxround.significance.places import undrawn
 
 MEMORY: Final = 2**30
+_DRAWING: Final = waited_for()
 
 Values = dict[str, Any]
 Blocks = Mapping[str, Tensor]
@@ -85,6 +87,11 @@ class Masked:
         self._dropout = any(_is_random(node) for node in self.nodes)
         pure = not self._dropout and not any(bundle.random for bundle in self._off.values())
         self._memory, self._kept = (memory if pure else 0), Values()
+
+    @property
+    def given(self) -> tuple[nn.Module, Policy, Policy, tuple[Any, ...], dict[str, Any]]:
+        """The model, both policies and the arguments of every run, of which ``Masked`` makes the same again."""
+        return self._compiled.source, self.policy, self.quiet, self.call.args, self.call.kwargs
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
@@ -233,11 +240,11 @@ class Masked:
 
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
-        """Seed PyTorch's own generator, which dropout uses, for one run."""
+        """Seed PyTorch's own generator, which dropout uses and all threads share, for one run at a time."""
         if not self._dropout:
             yield
             return
-        with torch.random.fork_rng(devices=[]):
+        with _DRAWING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             yield
 

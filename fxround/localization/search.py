@@ -9,6 +9,7 @@ on.
 from __future__ import annotations
 
 import linecache
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Final, Literal
@@ -139,10 +140,16 @@ class Search:
         return tuple(dict.fromkeys(self.masked.sites[name].path for name in sites))
 
     def _fails(self, on: Units) -> bool:
-        failed = self.verdicts.fails(on)
-        if failed and len(on) < len(self.narrowed):
-            self.narrowed = on
-        return failed
+        return self._first([on]) is not None
+
+    def _first(self, sets: Sequence[Units]) -> Units | None:
+        """Return the first of several sets that fails."""
+        place = self.verdicts.first_failing([(on, None) for on in sets])
+        if place is None:
+            return None
+        if len(sets[place]) < len(self.narrowed):
+            self.narrowed = sets[place]
+        return sets[place]
 
     def _minimal(self, rest: Units) -> Units:
         """Return a minimal set within ``rest``, which fails: first of modules, then of nodes."""
@@ -151,15 +158,16 @@ class Search:
         def sites(modules: Units) -> Units:
             return tuple(name for name in rest if paths[name] in modules)
 
-        def modules_fail(some: Units) -> bool:
-            return self._fails(sites(some))
+        def first(several: Sequence[Units]) -> Units | None:
+            failing = self._first([sites(modules) for modules in several])
+            return next((modules for modules in several if sites(modules) == failing), None)
 
         modules = tuple(dict.fromkeys(paths.values()))
         totals = {path: sum(self.shares.get(name, 0.0) for name in sites((path,))) for path in modules}
-        guilty = minimal(likely(modules, totals, modules_fail), modules_fail, self._module_branches.divide)
+        guilty = minimal(likely(modules, totals, first), first, self._module_branches.divide)
         if self.level == "modules":
             return sites(guilty)
-        return minimal(likely(sites(guilty), self.shares, self._fails), self._fails, self._branches.divide)
+        return minimal(likely(sites(guilty), self.shares, self._first), self._first, self._branches.divide)
 
     @cached_property
     def _branches(self) -> Branches:
@@ -198,10 +206,12 @@ class Search:
             if len(pieces) > 4 * PIECES:
                 break
 
-            def fails(some: Units, pieces: dict[str, tuple[int, int]] = pieces) -> bool:
-                return self.verdicts.fails(sites, chosen | {name: tuple(pieces[text] for text in some)})
+            def first(several: Sequence[Units], pieces: dict[str, tuple[int, int]] = pieces) -> Units | None:
+                cut = [chosen | {name: tuple(pieces[text] for text in some)} for some in several]
+                place = self.verdicts.first_failing([(sites, elements) for elements in cut])
+                return None if place is None else several[place]
 
-            left = minimal(tuple(pieces), fails, halves)
+            left = minimal(tuple(pieces), first, halves)
             ranges = tuple(pieces[text] for text in left)
             if len(left) == len(pieces) > PIECES // 2:
                 break

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from fxround.localization.masked_model import Masked
 
 Ranges = tuple[tuple[int, int], ...]
 Elements = Mapping[str, Ranges]
+# The sites that are on, the sample, and the elements.
+Run = tuple[Units, int, Elements | None]
 
 
 class Verdicts:
@@ -39,6 +41,8 @@ class Verdicts:
         self.failing: set[str] = set()
         self.passing: set[str] = set()
         self.after_run: Callable[[], None] = lambda: None
+        # Computes outputs, in order.
+        self.outputs: Callable[[Iterable[Run]], Iterator[Any]] = self._serially
         self._known: dict[tuple[str, int], bool] = {}
         self._order = list(range(runs))
         self._places = {name: i for i, name in enumerate(masked.sites)}
@@ -47,30 +51,52 @@ class Verdicts:
 
     def fails(self, on: Units, elements: Elements | None = None) -> bool:
         """Whether any sample fails with ``on``; the sample that failed last runs first."""
-        key = self.key(on, elements)
-        failed = next((sample for sample in self._order if not self.passes(on, sample, elements)), None)
-        (self.passing if failed is None else self.failing).add(key)
-        if failed is not None:
-            self._order = [failed, *(s for s in self._order if s != failed)]
-        return failed is not None
+        return self.first_failing([(on, elements)]) is not None
+
+    def first_failing(self, sets: Sequence[tuple[Units, Elements | None]]) -> int | None:
+        """Return the place of the first of several sets that fails, or None. Those after it are not judged."""
+        verdicts = self._verdicts([(on, sample, elements) for on, elements in sets for sample in self._order])
+        for place, (on, elements) in enumerate(sets):
+            failed = next((sample for sample in self._order if not next(verdicts)), None)
+            (self.passing if failed is None else self.failing).add(self.key(on, elements))
+            if failed is not None:
+                self._order = [failed, *(s for s in self._order if s != failed)]
+                return place
+        return None
 
     def failures(self, on: Units, elements: Elements | None = None) -> tuple[int, ...]:
         """Return the numbers of all samples that fail."""
-        return tuple(sample for sample in range(self.runs) if not self.passes(on, sample, elements))
+        verdicts = self._verdicts([(on, sample, elements) for sample in range(self.runs)])
+        return tuple(sample for sample, passed in enumerate(verdicts) if not passed)
 
     def passes(self, on: Units, sample: int, elements: Elements | None = None, *, again: bool = False) -> bool:
         """Return one run's verdict.
 
         again: run even if the file has the verdict, and raise ValueError if the two differ.
         """
-        key = (self.key(on, elements), sample)
-        if key in self._known:
-            return self._known[key]
-        if key in self._recorded and not again:
-            self.recalled += 1
-            self._known[key] = self._recorded[key]
-            return self._known[key]
-        passed = self.check.passes(self.output(on, sample, elements))
+        return next(self._verdicts([(on, sample, elements)], again=again))
+
+    def _verdicts(self, runs: Sequence[Run], *, again: bool = False) -> Iterator[bool]:
+        """Yield the verdicts of some runs, in order; ``again`` as for ``passes``.
+
+        Outputs may be computed ahead. They are judged, counted and stored one by one, when their verdict is asked for.
+        """
+        keys = [(self.key(on, elements), sample) for on, sample, elements in runs]
+        unknown = {key: run for key, run in zip(keys, runs, strict=True) if again or key not in self._recorded}
+        outputs = self.outputs(run for key, run in unknown.items() if key not in self._known)
+        for key in keys:
+            if key in self._known:
+                yield self._known[key]
+            elif key in unknown:
+                yield self._judged(key, next(outputs))
+            else:
+                self.recalled += 1
+                self._known[key] = self._recorded[key]
+                yield self._known[key]
+
+    def _judged(self, key: tuple[str, int], output: Any) -> bool:
+        """Return the verdict on the output of a run, which is stored."""
+        passed = self.check.passes(output)
         self.executed += 1
         if self._recorded.get(key, passed) != passed:
             raise ValueError(
@@ -82,10 +108,12 @@ class Verdicts:
         self.after_run()
         return passed
 
+    def _serially(self, runs: Iterable[Run]) -> Iterator[Any]:
+        return (self.output(*run) for run in runs)
+
     def output(self, on: Units, sample: int, elements: Elements | None = None) -> Any:
         """Return the model's result with these sites on."""
-        blocks = {name: _mask(ranges, self.count(name)) for name, ranges in (elements or {}).items()}
-        return self.masked.run(on, seed=self.seed, sample=sample, blocks=blocks)
+        return output_of(self.masked, self.seed, on, sample, elements)
 
     def count(self, name: str) -> int:
         """Return the number of elements of a site's result."""
@@ -106,6 +134,12 @@ class Verdicts:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"on": key[0], "sample": key[1], "passes": passed}) + "\n")
+
+
+def output_of(masked: Masked, seed: int, on: Units, sample: int, elements: Elements | None) -> Any:
+    """Return a model's result with these sites on."""
+    blocks = {name: _mask(ranges, masked.shapes[name].numel()) for name, ranges in (elements or {}).items()}
+    return masked.run(on, seed=seed, sample=sample, blocks=blocks)
 
 
 def _read(file: Path) -> dict[tuple[str, int], bool]:

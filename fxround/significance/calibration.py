@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Final, Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +28,15 @@ from fxround.numerics.modes import Rounding
 from fxround.policy import Policy, Rule
 from fxround.policy.calibrated import CalibratedPolicy
 from fxround.policy.policy import of_operands
-from fxround.significance.inputs import calls, count
+from fxround.significance.calibration_runs import RANGES, UNROLLED, Known, Shared, found
+from fxround.significance.inputs import ModelCall, calls, count
 from fxround.significance.kl_divergence import FIRST, Divergence
-from fxround.significance.observed_operands import Operand, Range, observed, readers, unreached
+from fxround.significance.observed_operands import Operand, Range, readers, unreached
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.thresholds import Chooser, LeastSquares, Percentile, scales_of
+from fxround.significance.workers import require_jobs
 
 How = Literal["largest", "kl", "percentile", "mse"]
-# Nothing is rounded. A policy that treats gradients unrolls recurrent layers, whose loops would hide their operands,
-# and refuses other loops.
-_UNROLLED: Final = Policy("observed", (Rule(rounding="identity", gradient="binary64", optional=True),))
 
 
 def calibrate(
@@ -46,6 +47,7 @@ def calibrate(
     *,
     percentile: float = 99.9,
     batch_size: int | None = None,
+    n_jobs: int = 1,
     progress: bool | None = None,
 ) -> Policy:
     """Return a policy that rounds the operands of products to a format with scales from the values of some inputs.
@@ -64,6 +66,9 @@ def calibrate(
             the largest magnitude, the one with the least sum of squared errors, as ``thresholds.LeastSquares`` says.
         percentile: more than 0 and at most 100.
         batch_size: splits tensors into batches of this many rows; None takes them whole.
+        n_jobs: number of joblib workers, -1 for all cores. An active joblib backend is used. Each worker has as many
+            threads as this process, and what it finds in a batch is added here in the order of the batches, so that
+            scales have the bits of one process.
         progress: whether to show progress; None shows it in a terminal or a notebook.
 
     Returns:
@@ -73,8 +78,9 @@ def calibrate(
 
     Raises:
         TypeError, ValueError: for another format or ``how``, for a model without products, for inputs without a batch,
-            for an operand without a finite value, and for one with zeros if the format cannot hold zero. Also what
-            ``compile`` raises.
+            for an operand without a finite value, for one with zeros if the format cannot hold zero, and for workers
+            of a model that draws random numbers. Also what ``compile`` raises.
+        ImportError: for workers without joblib. FxroundError for a model of which a worker captures another graph.
 
     Gives a warning for an operand that has NaNs or infinities among finite values, which its scale leaves out, for
     weights that the inputs never reach, and for a DataLoader that ends before the number of batches that it announced.
@@ -88,20 +94,28 @@ def calibrate(
     scaled = isinstance(rounding, ScaledRounding)
     element = rounding.format.element if isinstance(rounding, ScaledRounding) else rounding.format
     _require_how(how, percentile, int(element.maximum) + 1 if scaled and block is None else 0, format)
-    batches = [(call.args, call.kwargs) for call in calls(model, inputs, batch_size)]
+    require_jobs(n_jobs)
+    batches = [ModelCall(call.args, call.kwargs) for call in calls(model, inputs, batch_size)]
     _warn_of_end(inputs, batch_size, len(batches))
-    compiled = compile(model, _UNROLLED)
-    with shown_progress(f"{type(model).__name__} {how}", len(batches) * (1 + (how != "largest")), progress) as tick:
+    compiled = compile(model, UNROLLED)
+    steps = len(batches) * (1 + (how != "largest"))
+    with ExitStack() as stack:
+        tick = stack.enter_context(shown_progress(f"{type(model).__name__} {how}", steps, progress))
+        known: Known = (
+            partial(found, compiled, batches, block)
+            if n_jobs == 1
+            else stack.enter_context(Shared(n_jobs, compiled, batches, block)).found
+        )
         ranges: dict[Operand, Range] = {}
-        for operand, batch in observed(compiled, batches, tick, block):
-            ranges.setdefault(operand, Range()).add(batch)
+        for operand, part in known(tick, RANGES):
+            ranges.setdefault(operand, Range()).add(part)
         _require_ranges(ranges, element)
         _warn_of_values(ranges, unreached(model, compiled._captures))
         scales = {operand: scales_of(values.most, element.maximum) for operand, values in ranges.items()}
         if how != "largest":
             choosers = {operand: _chooser(how, values, element, percentile) for operand, values in ranges.items()}
-            for operand, batch in observed(compiled, batches, tick, block):
-                choosers[operand].add(batch.rows)
+            for operand, part in known(tick, choosers):
+                choosers[operand].add(part)
             scales = {operand: chooser.scales() for operand, chooser in choosers.items()}
     mode = f"{rounding.mode}/{rounding.overflow}" if "/" in str(format) else "nearest_even/saturate"
     if block is not None:
@@ -153,7 +167,7 @@ def _require_how(how: str, percentile: float, levels: int, format: Any) -> None:
         raise ValueError(f"KL divergence chooses one scale for int2 to int8, got {shown(format)}; use how='mse'")
 
 
-def _chooser(how: How, values: Range, element: Format, percentile: float) -> Chooser:
+def _chooser(how: How, values: Range, element: Format, percentile: float) -> Chooser[Any]:
     if how == "percentile":
         return Percentile(percentile, values.counts, element.maximum)
     if how == "mse":

@@ -17,14 +17,14 @@ from torch import Tensor
 from fxround.kernels.program import Program
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_map
-from fxround.significance.thresholds import scales_of
+from fxround.significance.thresholds import Chooser, scales_of
 
 BINS: Final = 2048
 # The first edge of a histogram that may become the threshold.
 FIRST: Final = 128
 
 
-class Divergence:
+class Divergence(Chooser[npt.NDArray[np.int64]]):
     """The scale t / M, with t the edge of the histogram of magnitudes that ``kl_threshold`` chooses.
 
     most: the largest magnitude in all batches, float64 of shape [1]. maximum: M, the largest integer.
@@ -34,10 +34,14 @@ class Divergence:
         self._most, self._maximum = most, maximum
         self._counts = np.zeros(BINS, np.int64)
 
-    def add(self, rows: Tensor) -> None:
-        """Take a batch, [1, elements]."""
+    def of(self, rows: Tensor) -> npt.NDArray[np.int64]:
+        """Return the histogram of a batch, [1, elements]."""
         finite = rows[rows.isfinite()].double().abs()
-        self._counts += histogram(finite.numpy(), float(self._most))
+        return histogram(finite.numpy(), float(self._most))
+
+    def add(self, part: npt.NDArray[np.int64]) -> None:
+        """Take that of the next batch."""
+        self._counts += part
 
     def scales(self) -> Tensor:
         """Return the scale, [1]."""

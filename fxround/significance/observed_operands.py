@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from fxround.numerics.formats.scaled.format import Block
 from fxround.passes.held_scales import HeldNames, Layout
 from fxround.passes.rewrite import source_of
 from fxround.passes.round_inputs import operands_of
+from fxround.significance.inputs import ModelCall
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class Batch:
     shape: tuple[int, ...]
 
 
+# An operand, and the name of the node that yields its elements.
+Seen = tuple[Operand, str]
+
+
 def _in_rows(x: Tensor, sizes: Sequence[int], others: int) -> Batch:
     pairs = list(zip(x.shape, sizes, strict=True))
     blocks, lengths = [-(-size // n) if n else 1 for size, n in pairs], [n or max(1, size) for size, n in pairs]
@@ -75,7 +80,7 @@ def _in_rows(x: Tensor, sizes: Sequence[int], others: int) -> Batch:
 
 @dataclass
 class Range:
-    """What is known of an operand after all batches.
+    """What is known of an operand after some batches.
 
     most    the largest finite magnitude of each block, [blocks]
     counts  how many finite elements each has, [blocks], int64
@@ -90,37 +95,54 @@ class Range:
     zeros: bool = False
     shape: tuple[int, ...] = ()
 
-    def add(self, batch: Batch) -> None:
-        """Take a batch."""
+    @staticmethod
+    def of(batch: Batch) -> Range:
+        """Return the range of one batch."""
         rows, finite = batch.rows, batch.rows.isfinite()
         magnitudes = torch.where(finite, rows.abs(), 0.0)
         most = magnitudes.amax(1) if rows.shape[1] else magnitudes.new_zeros(len(rows))
-        self.most, self.counts = torch.maximum(self.most.to(most), most), self.counts + finite.sum(1)
-        self.others, self.shape = self.others + batch.others, batch.shape
-        self.zeros |= bool((rows == 0).any())
+        return Range(most, finite.sum(1), batch.others, bool((rows == 0).any()), batch.shape)
+
+    def add(self, other: Range) -> None:
+        """Take the range of the next batch."""
+        self.most = torch.maximum(self.most.to(other.most), other.most)
+        self.counts = self.counts + other.counts
+        self.others, self.shape = self.others + other.others, other.shape
+        self.zeros |= other.zeros
 
 
-def observed(
-    compiled: Any, batches: Sequence[Any], tick: Callable[[], None], block: Block | None = None
-) -> Iterator[tuple[Operand, Batch]]:
-    """Yield the operands of products and their elements, batch by batch; a parameter once.
+class Observer:
+    """Takes the operands of products of one batch after the other; a parameter once.
 
-    compiled: without roundings. tick: called after each batch. block: for held scales; None for one scale for each
-    module and role.
+    compiled: without roundings. block: for held scales; None for one scale for each module and role.
     """
-    done: set[tuple[Operand, str]] = set()
-    for args, kwargs in batches:
-        with torch.no_grad():
-            entry = compiled._entry(args, kwargs)
-        wanted = _operands(entry) if block is None else _held_operands(entry, block)
-        named = entry.named(pytree.tree_leaves((args, kwargs)))
-        for name, value in [*named.items(), *(compiled.observe(*args, **kwargs) if wanted else ())]:
+
+    def __init__(self, compiled: Any, block: Block | None) -> None:
+        self._compiled, self._block = compiled, block
+        self.done: set[Seen] = set()
+
+    def operands(self, call: ModelCall) -> Iterator[tuple[Operand, Batch]]:
+        """Yield the operands of a batch and their elements."""
+        entry, wanted = self._wanted(call)
+        named = entry.named(pytree.tree_leaves((call.args, call.kwargs)))
+        for name, value in [*named.items(), *(self._compiled.observe(*call.args, **call.kwargs) if wanted else ())]:
             for operand in wanted.get(name, ()):
-                if isinstance(value, Tensor) and (operand, name) not in done:
+                if isinstance(value, Tensor) and (operand, name) not in self.done:
                     if operand.role == "weight":
-                        done.add((operand, name))
+                        self.done.add((operand, name))
                     yield operand, operand.batch(value)
-        tick()
+
+    def leave(self, call: ModelCall) -> frozenset[Seen]:
+        """Leave a batch to a worker; returns the parameters that batches before it have."""
+        before = frozenset(self.done)
+        _, wanted = self._wanted(call)
+        self.done |= {(operand, name) for name, own in wanted.items() for operand in own if operand.role == "weight"}
+        return before
+
+    def _wanted(self, call: ModelCall) -> tuple[Entry, dict[str, list[Operand]]]:
+        with torch.no_grad():
+            entry = self._compiled._entry(call.args, call.kwargs)
+        return entry, _operands(entry) if self._block is None else _held_operands(entry, self._block)
 
 
 def readers(entries: Iterable[Entry]) -> set[tuple[str, str]]:
@@ -186,4 +208,4 @@ def _held_operands(entry: Entry, block: Block) -> dict[str, list[Operand]]:
     return wanted
 
 
-__all__ = ["Batch", "Operand", "Range", "observed", "readers", "unreached"]
+__all__ = ["Batch", "Observer", "Operand", "Range", "Seen", "readers", "unreached"]

@@ -7,10 +7,11 @@ part: a row is padded with NaNs. The largest finite magnitude of each row over a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
-from typing import Final, Protocol
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,17 +55,29 @@ def _quotient() -> Program:
     return Program((quotient, Statement("t1", "clamp", ("t0", least, math.inf), None)))
 
 
-class Chooser(Protocol):
-    """A choice of the scales of one operand's blocks."""
+Part = TypeVar("Part")
 
-    def add(self, rows: Tensor) -> None:
-        """Take a batch: [blocks, elements], float32 or float64."""
 
+class Chooser(ABC, Generic[Part]):
+    """A choice of the scales of one operand's blocks.
+
+    What is known of a batch depends on the batch alone, so that another process can find it.
+    """
+
+    @abstractmethod
+    def of(self, rows: Tensor) -> Part:
+        """Return what is known of a batch: [blocks, elements], float32 or float64."""
+
+    @abstractmethod
+    def add(self, part: Part) -> None:
+        """Take what is known of the next batch."""
+
+    @abstractmethod
     def scales(self) -> Tensor:
         """Return the scales, [blocks]."""
 
 
-class Percentile:
+class Percentile(Chooser[Tensor]):
     """The scale t / M, with t the least magnitude that a percentage of a block's magnitudes do not exceed.
 
     That is the magnitude of the rank ceil(percentage n / 100) among the n of all batches. The largest ones alone are
@@ -79,11 +92,16 @@ class Percentile:
         self._places = torch.tensor([max(n, 1) - rank for n, rank in zip(counts.tolist(), ranks, strict=True)])
         self._maximum, self._kept = maximum, torch.empty(0)
 
-    def add(self, rows: Tensor) -> None:
-        """Take a batch."""
-        magnitudes = torch.where(rows.isfinite(), rows.abs(), -1.0)
-        kept = torch.cat([self._kept, magnitudes], 1) if self._kept.numel() else magnitudes
-        self._kept = kept.topk(min(kept.shape[1], int(self._places.max()) + 1), 1).values
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the largest magnitudes of each block in a batch."""
+        return self._largest(torch.where(rows.isfinite(), rows.abs(), -1.0))
+
+    def add(self, part: Tensor) -> None:
+        """Take those of the next batch."""
+        self._kept = self._largest(torch.cat([self._kept, part], 1)) if self._kept.numel() else part
+
+    def _largest(self, magnitudes: Tensor) -> Tensor:
+        return magnitudes.topk(min(magnitudes.shape[1], int(self._places.max()) + 1), 1).values
 
     def scales(self) -> Tensor:
         """Return the scales."""
@@ -91,7 +109,7 @@ class Percentile:
         return scales_of(chosen.clamp(min=0.0), self._maximum)
 
 
-class LeastSquares:
+class LeastSquares(Chooser[Tensor]):
     """The scale with the least squared error among those of the thresholds m, 0.99 m, ..., 0.21 m of a block.
 
     With m the largest magnitude and M the largest element, the scale of the share p is m / (100 M / p), where the
@@ -108,13 +126,19 @@ class LeastSquares:
         self._candidates = [scales_of(self._most, target) for target in targets_of(rounding.format.element)]
         self._errors = torch.zeros(len(self._candidates), len(most), dtype=torch.float64)
 
-    def add(self, rows: Tensor) -> None:
-        """Take a batch."""
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the sums of the errors of a batch, [candidates, blocks]."""
+        sums = torch.zeros_like(self._errors)
         for part, some in _pieces(rows):
             most = self._most[part, None]
-            for errors, scales in zip(self._errors, self._candidates, strict=True):
+            for errors, scales in zip(sums, self._candidates, strict=True):
                 lost = run_map(self._program, (some, scales[part, None], most), rows.dtype, Draw())
-                errors[part] += torch.ops.fxround.block_sum(lost, [1, 0])[:, 0].double()
+                errors[part] = torch.ops.fxround.block_sum(lost, [1, 0])[:, 0].double()
+        return sums
+
+    def add(self, part: Tensor) -> None:
+        """Take those of the next batch."""
+        self._errors += part
 
     def scales(self) -> Tensor:
         """Return the scales."""

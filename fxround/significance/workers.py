@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, Self
 
@@ -51,6 +52,12 @@ class Pool:
 
     def __init__(self, n_jobs: int) -> None:
         joblib = require("joblib", "distributed")
+        # Ray's backend is a subclass.
+        if type(joblib.parallel.get_active_backend()[0]) is joblib.parallel.BACKENDS["multiprocessing"]:
+            raise ValueError(
+                "the active joblib backend is 'multiprocessing', which forks this process without the threads of "
+                "PyTorch, and waits forever for a worker that dies; expected 'loky', 'threading', 'dask' or 'ray'"
+            )
         self._dumps = require("cloudpickle", "distributed").dumps
         self._pool = joblib.Parallel(n_jobs=n_jobs, batch_size=1)
         self._delayed = joblib.delayed
@@ -69,12 +76,14 @@ class Pool:
         Ctrl-C alone ends the results early. If a worker dies, the tasks of its wave run once more. Raises what ``work``
         raises, and FxroundError for a wave in which workers die twice.
         """
+        with suppress(Stopped):
+            yield from self.every(work, tasks)
+
+    def every(self, work: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """Yield as ``ordered`` does, but Ctrl-C raises KeyboardInterrupt."""
         rest = iter(tasks)
         while wave := list(islice(rest, self._wave)):
-            try:
-                results = self._results(work, wave)
-            except Stopped:
-                return
+            results = self._results(work, wave)
             yield from (result for result, _ in zip(results, wave, strict=True))
 
     def _results(self, work: Callable[..., Any], wave: list[tuple[Any, ...]]) -> list[Any]:

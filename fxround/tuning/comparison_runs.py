@@ -7,8 +7,6 @@ PyTorch's kernels, so that stock kernels, which some policies keep, give the sam
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +14,13 @@ from typing import Any
 
 import torch
 
-from fxround.errors import FxroundError
 from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
 from fxround.policy import IDENTITY, Policy
 from fxround.significance.inputs import ModelCall
 from fxround.significance.observed import sample_number
+from fxround.significance.worker_state import Examples, Kernels, capture_same, examples_of
 from fxround.significance.workers import Packed, Pool, kept, owned
-from fxround.tuning.studies import digest, lines_of_graph
 
 
 @dataclass(frozen=True)
@@ -60,55 +57,6 @@ def said_of(raised: Exception) -> str:
     return f"{type(raised).__name__}: {raised}"
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The settings of a process, by its number, on which the bits of stock kernels depend."""
-
-    process: int
-    threads: int
-    precision: str
-    mkldnn: bool
-    deterministic: tuple[bool, bool]
-    dtype: torch.dtype
-
-    @staticmethod
-    def current() -> Kernels:
-        """Return the settings of this process."""
-        return Kernels(
-            os.getpid(),
-            torch.get_num_threads(),
-            torch.get_float32_matmul_precision(),
-            bool(torch.backends.mkldnn.enabled),
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-            torch.get_default_dtype(),
-        )
-
-    def set(self) -> None:
-        """Give this process these settings."""
-        torch.set_num_threads(self.threads)
-        torch.set_float32_matmul_precision(self.precision)
-        torch.backends.mkldnn.set_flags(_enabled=self.mkldnn)
-        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-        torch.set_default_dtype(self.dtype)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Have these settings in a block. Threads of their process have them already.
-
-        Threads change nothing: while one captures, some switches are off for all, and another that restored what it
-        read then would leave them off.
-        """
-        if self.process == os.getpid():
-            yield
-            return
-        before = Kernels.current()
-        self.set()
-        try:
-            yield
-        finally:
-            before.set()
-
-
 @dataclass
 class _Subject:
     """A model in a worker, and the model under the policy that ran there last."""
@@ -137,8 +85,7 @@ class Shared(Pool):
         seed: int,
     ) -> None:
         super().__init__(n_jobs)
-        examples = _captured(whole, batches)
-        self._model = self.packed((whole.source, seed, examples))
+        self._model = self.packed((whole.source, seed, examples_of(whole, batches)))
         self._batches = [self.packed(call) for call in batches]
         self._policies, self._seed = policies, seed
 
@@ -150,28 +97,11 @@ class Shared(Pool):
         )
 
 
-def _captured(whole: RoundedModule, batches: Sequence[ModelCall]) -> list[tuple[ModelCall, str]]:
-    """Return the first batch of each graph of a model, in order, with the digest of the graph."""
-    seen: dict[int, tuple[ModelCall, str]] = {}
-    for call in batches:
-        captured = whole._entry(call.args, call.kwargs).captured
-        if id(captured) not in seen:
-            seen[id(captured)] = call, digest(lines_of_graph(captured.graph))
-    return list(seen.values())
-
-
-def _subject(parts: tuple[Any, int, Sequence[tuple[ModelCall, str]]]) -> _Subject:
+def _subject(parts: tuple[Any, int, Examples]) -> _Subject:
     """Return a model in a worker. Raises FxroundError if its graphs are not those of the caller."""
     model, seed, examples = parts
     whole = compile(model, IDENTITY, seed=seed)
-    for call, wanted in examples:
-        whole.prepare(*call.args, **call.kwargs)
-        if digest(lines_of_graph(whole._entry(call.args, call.kwargs).captured.graph)) != wanted:
-            raise FxroundError(
-                f"a worker captured another graph of {type(model).__name__} than this process: the model depends on "
-                "state of this process that is not in the model, such as a global variable or an active autocast. "
-                "Pass n_jobs=1, or put the state into the model"
-            )
+    capture_same(whole, examples)
     return _Subject(whole)
 
 

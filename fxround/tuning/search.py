@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fxround.choices import PASSES, Proof
-from fxround.localization.delta_debugging import Units, halves, minimal
+from fxround.localization.delta_debugging import Units, halves, minimal, one_by_one
 from fxround.tuning.goals import Goal
 from fxround.tuning.parts import Assignment
 from fxround.tuning.programs import Program
@@ -209,7 +209,7 @@ class Search:
             return self._passes(one)
 
         if units:
-            self._take(assignment(minimal(units, keeps, halves)) if not keeps(()) else assignment(()))
+            self._take(assignment(minimal(units, one_by_one(keeps), halves)) if not keeps(()) else assignment(()))
 
     def _ladder(self, part: int, given: int) -> list[int]:
         """Return formats of a part from the cheapest to ``given``, of each cost the one with the least noise."""

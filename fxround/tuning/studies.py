@@ -6,12 +6,11 @@ metrics are never taken for those of this study.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,12 +20,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxround.compiler.executable import Entry
 from fxround.errors import shown, type_of
 from fxround.fingerprint import hash
-from fxround.graph.site import operator_name, site
+from fxround.graph.site import site
+from fxround.graph.text import digest, lines_of_graph
 from fxround.module import compile
 from fxround.module.rounded_module import RoundedModule
 from fxround.policy import IDENTITY
@@ -119,25 +119,6 @@ def described_by(
     }
 
 
-def digest(lines: Iterable[str]) -> str:
-    """Return the SHA-256 of lines, with its name."""
-    computed = hashlib.sha256()
-    for line in lines:
-        computed.update(f"{line}\n".encode())
-    return f"sha256:{computed.hexdigest()}"
-
-
-def lines_of_graph(graph: fx.GraphModule) -> Iterator[str]:
-    """Yield lines that say all of a captured graph, with the hashes of the tensors that it holds."""
-    for node in graph.graph.nodes:
-        yield f"{node.name} {operator_name(node)} {node.args} {dict(node.kwargs)}"
-        held = getattr(graph, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(held, Tensor):
-            yield hash(held)
-        if isinstance(held, fx.GraphModule):
-            yield from lines_of_graph(held)
-
-
 def _lines_of_call(call: ModelCall) -> Iterator[str]:
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs, call.target))
     yield str(spec)
@@ -210,6 +191,5 @@ def number_of(value: float | str | None) -> float:
 
 
 __all__ = [
-    *("described_by", "digest", "lines_of_graph", "metrics_of", "number_of", "read_file", "reading", "several"),
-    "source_of",
+    *("described_by", "metrics_of", "number_of", "read_file", "reading", "several", "source_of"),
 ]

@@ -21,6 +21,7 @@ from torch import nn
 from fxround.atomic_files import write_file
 from fxround.errors import shown, type_of
 from fxround.fingerprint import hash
+from fxround.graph.text import digest
 from fxround.module import compile
 from fxround.policy import IDENTITY, Policy
 from fxround.runtime.draw import Draw
@@ -28,9 +29,10 @@ from fxround.significance.inputs import positive
 from fxround.significance.progress import progress as shown_progress
 from fxround.significance.provenance import version_of
 from fxround.significance.stopping import interruptible
+from fxround.significance.worker_state import Kernels
 from fxround.significance.workers import Packed, Pool, kept, require_jobs
-from fxround.tuning.comparison_runs import Kernels, said_of
-from fxround.tuning.studies import digest, read_file, reading, source_of
+from fxround.tuning.comparison_runs import said_of
+from fxround.tuning.studies import read_file, reading, source_of
 from fxround.tuning.sweep_policies import Sweep, combined
 from fxround.tuning.sweep_report import UNROUNDED, SweepReport, TrainingRun
 

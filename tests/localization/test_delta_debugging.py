@@ -8,7 +8,7 @@ import random
 import networkx as nx
 import pytest
 
-from fxround.localization.delta_debugging import Branches, Units, disjoint, halves, minimal
+from fxround.localization.delta_debugging import Branches, Units, disjoint, halves, minimal, one_by_one
 
 UNITS: Units = tuple(f"u{i:03}" for i in range(100))
 
@@ -29,7 +29,7 @@ class Test:
 @pytest.mark.parametrize("culprit", [{"u000"}, {"u099"}, {"u037"}, {"u003", "u097"}, {"u010", "u050", "u051"}])
 def test_the_only_culprit_is_found_with_few_questions(culprit: set[str]) -> None:
     test = Test(culprit)
-    assert set(minimal(UNITS, test, halves)) == culprit
+    assert set(minimal(UNITS, one_by_one(test), halves)) == culprit
     assert len(test.asked) <= (14 if len(culprit) == 1 else 60 * len(culprit))
 
 
@@ -39,7 +39,7 @@ def test_the_answer_fails_and_no_unit_can_be_left_out_whatever_the_test() -> Non
     for seed in range(300):
         chosen = random.Random(seed)
         failing = {subset for subset in subsets if chosen.random() < 0.3} | {units}
-        found = minimal(units, failing.__contains__, halves)
+        found = minimal(units, one_by_one(failing.__contains__), halves)
         assert found in failing
         assert all(tuple(u for u in found if u != left) not in failing for left in found if len(found) > 1)
 
@@ -47,7 +47,7 @@ def test_the_answer_fails_and_no_unit_can_be_left_out_whatever_the_test() -> Non
 def test_disjoint_sets_are_all_found_and_the_rest_passes() -> None:
     culprits = ({"u004"}, {"u020", "u080"}, {"u081", "u082", "u083"})
     test = Test(*culprits)
-    found = list(disjoint(UNITS, test, lambda rest: minimal(rest, test, halves)))
+    found = list(disjoint(UNITS, test, lambda rest: minimal(rest, one_by_one(test), halves)))
     assert sorted(map(sorted, found)) == sorted(map(sorted, culprits))
     rest = tuple(u for u in UNITS if not any(u in f for f in found))
     assert not test(rest)
@@ -90,5 +90,5 @@ def test_any_division_is_a_partition_into_non_empty_parts(seed: int) -> None:
 def test_a_guilty_branch_is_found_with_few_questions() -> None:
     units = tuple(f"{tower}{i}" for i in range(5) for tower in "ab")
     test = Test({"a3", "a4"})
-    assert set(minimal(units, test, Branches(towers(), "out").divide)) == {"a3", "a4"}
+    assert set(minimal(units, one_by_one(test), Branches(towers(), "out").divide)) == {"a3", "a4"}
     assert len(test.asked) <= 8

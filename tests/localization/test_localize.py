@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import joblib
 import pytest
 import torch
 from literature import Cramer, LogSumExp, Muller, NaiveLogSumExp, Textbook, Welford, cramer_system, muller_start
@@ -19,6 +23,8 @@ from fxround.localization.localize import NothingFails, localize
 from fxround.localization.masked_model import Masked
 from fxround.localization.remedy import remaining
 from fxround.localization.report import LocalizeReport
+from fxround.localization.shared import Shared
+from fxround.localization.verdicts import output_of
 
 
 class Block(nn.Module):
@@ -388,3 +394,152 @@ def test_operations_that_draw_nothing_are_no_sites_and_are_named() -> None:
     assert "1 operation of this model draws nothing: _linalg_svd." in str(found)
     assert not any("linalg" in site.operator for culprits in found.sets for site in culprits.sites)
     assert found.to_dict()["undrawn"] == (place,)
+
+
+# ---- workers ----
+
+
+def plain() -> nn.Module:
+    """A model of torch's own classes, because workers cannot import the test modules by name."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).eval()
+
+
+class Judge:
+    """Passes results near the quiet one, and keeps all that it was asked about."""
+
+    def __init__(self, limit: float) -> None:
+        self.quiet = fxround.compile(plain(), "reproducible")(X).detach()
+        self.limit, self.seen = limit, list[Tensor]()
+
+    def __call__(self, y: Tensor) -> bool:
+        self.seen.append(y)
+        return bool((y - self.quiet).abs().max() < self.limit)
+
+
+def searched(n_jobs: int, **options: Any) -> tuple[dict[str, Any], list[Tensor]]:
+    judge = Judge(3e-8 if "policy" not in options else 3e-3)
+    return localize(plain(), X, judge, n_jobs=n_jobs, **options).to_dict(), judge.seen
+
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "elements": {"level": "elements", "runs": 3, "limit": 2},
+    "nodes": {"policy": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize(
+    "backend, jobs", [("threading", 2), ("threading", 3), pytest.param("loky", 2, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_workers_find_the_same_and_ask_the_check_the_same(backend: str, jobs: int, search: str) -> None:
+    alone, asked = searched(1, **SEARCHES[search])
+    with joblib.parallel_config(backend=backend):
+        found, seen = searched(jobs, **SEARCHES[search])
+    assert alone["sets"] and found == alone
+    assert len(seen) == len(asked) and all(map(torch.equal, seen, asked))
+
+
+def test_workers_leave_the_same_cache_and_continue_from_it(tmp_path: Path) -> None:
+    def search(jobs: int, cache: str) -> tuple[dict[str, Any], Path]:
+        found = localize(plain(), X, min_bits=9, policy="bfloat16", n_jobs=jobs, cache=tmp_path / cache).to_dict()
+        (file,) = (tmp_path / cache).iterdir()
+        return found, file
+
+    alone, one = search(1, "one")
+    with joblib.parallel_config(backend="threading"):
+        found, two = search(2, "two")
+        assert found == alone and one.read_text() == two.read_text() and one.name == two.name
+        two.write_text("".join(one.read_text().splitlines(keepends=True)[:5]))
+        continued, _ = search(2, "two")
+    assert continued["sets"] == alone["sets"] and one.read_text() == two.read_text()
+    # The first two run again.
+    assert (continued["executed"], continued["recalled"]) == (alone["executed"] - 3, 3)
+
+
+def test_dropout_draws_the_same_in_threads() -> None:
+    masked = Masked(plain().append(nn.Dropout(0.5)).train(), "stochastic", X)
+    runs = [(tuple(masked.sites)[:some], sample, None) for some in (0, 3) for sample in range(6)]
+    alone = [output_of(masked, 0, *run) for run in runs]
+    with joblib.parallel_config(backend="threading"), Shared(3, masked, 0) as pool:
+        assert all(map(torch.equal, pool.outputs(runs), alone))
+
+
+_LOST: Final = """
+import os, signal, sys
+
+import torch
+import fxround
+from torch import nn
+
+class Fragile(nn.Module):
+    def forward(self, x):
+        return torch.tanh(x * 0.7) + 0.3
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        if not os.path.exists(sys_argv[1]):
+            open(sys_argv[1], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys_argv = sys.argv
+x, judge = torch.linspace(-1, 1, 16), []
+function = {
+    "localize": lambda jobs: fxround.localize(Fragile(), x, min_bits=9, policy="bfloat16", n_jobs=jobs).to_dict(),
+    "calibrate": lambda jobs: fxround.calibrate(
+        nn.Sequential(Fragile(), nn.Linear(4, 2)), x.view(4, 4), batch_size=2, n_jobs=jobs
+    ).to_toml(),
+}[sys.argv[2]]
+torch.manual_seed(0)
+one = function(1)
+torch.manual_seed(0)
+assert function(2) == one
+assert os.path.exists(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("function", ["localize", pytest.param("calibrate", marks=pytest.mark.long)])
+def test_the_work_of_a_worker_that_dies_is_done_again(function: str, tmp_path: Path) -> None:
+    ended = run_program(_LOST, str(tmp_path / "mark"), function)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("a worker process died") == 1
+
+
+_INTERRUPTED: Final = """
+import os, signal, threading, time
+
+import torch
+import fxround
+from torch import nn
+
+torch.manual_seed(0)
+net, asked = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)), []
+def check(y):
+    asked.append(y)
+    if len(asked) == 3:  # to the workers as well, as a terminal does, while they run
+        threading.Timer(0.1, lambda: os.killpg(0, signal.SIGINT)).start()
+    if len(asked) > 3:
+        time.sleep(0.05)
+    return len(asked) < 3
+began = time.monotonic()
+report = fxround.localize(net, torch.rand(64, 8), check, n_jobs=2, runs=1000)
+print(report.ended)
+"""
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_workers_and_gives_a_report() -> None:
+    ended = run_program(_INTERRUPTED)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (0, "", "interrupted\n")
+
+
+def run_program(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(fxround.__file__).parents[1])},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
 
+import joblib
 import mpmath
 import numpy as np
 import pytest
@@ -255,3 +256,46 @@ def test_data_that_end_early_are_said() -> None:
             fxround.calibrate(model, torch.ones(2, 12), how="percentile", percentile=wrong)
     with pytest.raises(TypeError, match="percentile is a str"):
         fxround.calibrate(model, torch.ones(2, 12), how="percentile", percentile="99")  # type: ignore[arg-type]
+
+
+# ---- workers ----
+
+
+def stages() -> nn.Module:
+    """A model of torch's own classes, because workers cannot import the test modules by name."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 6), nn.Tanh(), nn.Linear(6, 3)).eval()
+
+
+def scales_of_jobs(jobs: int, how: How, format: str) -> tuple[str, dict[str, list[float]]]:
+    data = torch.randn(11, 12, generator=torch.Generator().manual_seed(3))
+    data[4, 2] = torch.nan
+    batches = [(part,) for part in (data[:5], data[5:10], data[10:])]  # a batch of one row has a graph of its own
+    policy = fxround.calibrate(stages(), batches, format, how, percentile=90, n_jobs=jobs)
+    held = policy.scales if isinstance(policy, fxround.CalibratedPolicy) else {}
+    return policy.to_toml(), {name: scales.tolist() for name, scales in held.items()}
+
+
+@pytest.mark.filterwarnings("ignore:an operand of")
+@pytest.mark.parametrize("backend", ["threading", pytest.param("loky", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "how, format",
+    [
+        ("largest", "int8"),
+        ("kl", "int8"),
+        ("percentile", "int4"),
+        ("mse", "int4"),
+        ("mse", "int4:4"),
+        ("percentile", "int4:4"),
+    ],
+)
+def test_workers_find_the_scales_of_one_process(backend: str, how: How, format: str) -> None:
+    with joblib.parallel_config(backend=backend):
+        assert scales_of_jobs(2, how, format) == scales_of_jobs(1, how, format)
+
+
+def test_workers_refuse_a_model_that_draws() -> None:
+    model = stages().append(nn.Dropout()).append(nn.Linear(3, 2)).train()
+    with joblib.parallel_config(backend="threading"), pytest.raises(ValueError, match=r"in 3 draws random numbers.*n_jobs=1"):
+        fxround.calibrate(model, torch.rand(2, 12), n_jobs=2)

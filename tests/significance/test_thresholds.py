@@ -54,11 +54,11 @@ def test_the_least_squared_error_is_that_of_brute_force() -> None:
     for element, dtype in (("int3", torch.float32), ("e2m1fn", torch.float32), ("int4", torch.float64)):
         batches, known = batches_of(len(element), dtype), Range()
         for batch in batches:
-            known.add(Batch(batch, int((~batch.isfinite()).sum()), ()))
+            known.add(Range.of(Batch(batch, int((~batch.isfinite()).sum()), ())))
         rounding = ScaledRounding.parse(f"scaled({element};fixed)/nearest_even/saturate")
         chooser = LeastSquares(known.most, rounding)
         for batch in batches:
-            chooser.add(batch)
+            chooser.add(chooser.of(batch))
         for row, scale in enumerate(chooser.scales().tolist()):
             values = finite(batches, row)
             scales = candidates(max(map(abs, values)), rounding.format.element.maximum)
@@ -72,12 +72,12 @@ def test_the_least_squared_error_is_that_of_brute_force() -> None:
 def test_a_percentile_is_the_least_magnitude_that_so_many_do_not_exceed() -> None:
     batches, known = batches_of(0, torch.float32), Range()
     for batch in batches:
-        known.add(Batch(batch, int((~batch.isfinite()).sum()), ()))
+        known.add(Range.of(Batch(batch, int((~batch.isfinite()).sum()), ())))
     assert known.counts.tolist() == [39, 37, 41] and known.others == 6
     for percentage in (0.1, 50.0, 97.7, 100.0):
         chooser = Percentile(percentage, known.counts, 127.0)
         for batch in batches:
-            chooser.add(batch)
+            chooser.add(chooser.of(batch))
         for row, scale in enumerate(chooser.scales().tolist()):
             magnitudes = sorted(map(abs, finite(batches, row)))
             reached = [
@@ -89,9 +89,9 @@ def test_a_percentile_is_the_least_magnitude_that_so_many_do_not_exceed() -> Non
 def test_blocks_of_zeros_and_of_nothing_have_the_smallest_scale() -> None:
     rows = torch.tensor([[0.0, 0.0], [math.nan, math.nan], [2.0, 0.0]])
     known = Range()
-    known.add(Batch(rows, 2, ()))
+    known.add(Range.of(Batch(rows, 2, ())))
     least = LeastSquares(known.most, ScaledRounding.parse("scaled(int8;fixed)/nearest_even/saturate"))
     for chooser in (least, Percentile(100.0, known.counts, 127.0)):
-        chooser.add(rows)
+        chooser.add(chooser.of(rows))
         assert chooser.scales().tolist() == [2.0**-149, 2.0**-149, float(np.float32(2) / np.float32(127))]
     assert scales_of(torch.tensor([254.0]), 127.0).tolist() == [2.0]

@@ -170,6 +170,11 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_a_backend_that_would_wait_forever_is_refused(net: nn.Module) -> None:
+    with joblib.parallel_config(backend="multiprocessing"), pytest.raises(ValueError, match="is 'multiprocessing'"):
+        fxround.calibrate(net, X, n_jobs=2)
+
+
 def test_workers_that_die_again_are_an_error_that_says_so() -> None:
     with Pool(2) as pool, pytest.raises(FxroundError, match=r"died twice, of 2.*fewer workers by n_jobs"):
         list(pool.ordered(_die, [(), ()]))

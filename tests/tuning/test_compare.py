@@ -28,6 +28,7 @@ from fxround.module.rounded_module import RoundedModule
 from fxround.numerics.formats.scaled import ScaledRounding, short_name
 from fxround.significance.inputs import ModelCall
 from fxround.significance.metrics import METRICS, Metric
+from fxround.significance.worker_state import Kernels, examples_of
 from fxround.tuning import comparison_runs
 from fxround.tuning.costs import costs_of
 
@@ -367,7 +368,7 @@ def test_a_worker_that_captures_another_graph_refuses(monkeypatch: pytest.Monkey
     call = ModelCall((batches()[0][0],))
     with torch.no_grad():
         whole.prepare(*call.args)
-        ((_, digest),) = comparison_runs._captured(whole, [call])
+        ((_, digest),) = examples_of(whole, [call])
         assert comparison_runs._subject((mlp(), 0, [(call, digest)])).whole.policy == whole.policy
         longer = nn.Sequential(*mlp(), nn.ReLU()).eval()
         with pytest.raises(fxround.FxroundError, match=r"another graph of Sequential.*n_jobs=1"):
@@ -375,22 +376,22 @@ def test_a_worker_that_captures_another_graph_refuses(monkeypatch: pytest.Monkey
 
 
 def test_workers_have_the_settings_of_the_caller() -> None:
-    before = comparison_runs.Kernels.current()
+    before = Kernels.current()
     other = replace(before, threads=before.threads + 1, precision="high", mkldnn=not before.mkldnn, dtype=torch.float64)
     with replace(other, process=before.process + 1).active():
-        assert comparison_runs.Kernels.current() == other != before
-    assert comparison_runs.Kernels.current() == before
+        assert Kernels.current() == other != before
+    assert Kernels.current() == before
 
 
 def test_a_thread_changes_no_setting_while_another_captures() -> None:
-    given = comparison_runs.Kernels.current()
+    given = Kernels.current()
     run, capture = given.active(), torch.backends.mkldnn.flags(enabled=False)
     with contextlib.ExitStack() as stack:
         stack.enter_context(capture)  # in another thread, whose switches are those of the process
         run.__enter__()
         assert not torch.backends.mkldnn.enabled
     run.__exit__(None, None, None)
-    assert comparison_runs.Kernels.current() == given
+    assert Kernels.current() == given
 
 
 @pytest.mark.parametrize(
