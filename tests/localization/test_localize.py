@@ -467,7 +467,7 @@ def test_dropout_draws_the_same_in_threads() -> None:
 
 
 _LOST: Final = """
-import os, signal, sys
+import logging, os, signal, sys
 
 import torch
 import fxround
@@ -484,7 +484,8 @@ class Fragile(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys_argv = sys.argv
-x, judge = torch.linspace(-1, 1, 16), []
+logging.basicConfig(level=logging.WARNING)
+x = torch.linspace(-1, 1, 16)
 function = {
     "localize": lambda jobs: fxround.localize(Fragile(), x, min_bits=9, policy="bfloat16", n_jobs=jobs).to_dict(),
     "calibrate": lambda jobs: fxround.calibrate(
@@ -499,7 +500,8 @@ assert os.path.exists(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("function", ["localize", pytest.param("calibrate", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("function", ["localize", "calibrate"])
 def test_the_work_of_a_worker_that_dies_is_done_again(function: str, tmp_path: Path) -> None:
     ended = run_program(_LOST, str(tmp_path / "mark"), function)
     assert ended.returncode == 0, ended.stderr
