@@ -297,5 +297,5 @@ def test_workers_find_the_scales_of_one_process(backend: str, how: How, format: 
 
 def test_workers_refuse_a_model_that_draws() -> None:
     model = stages().append(nn.Dropout()).append(nn.Linear(3, 2)).train()
-    with joblib.parallel_config(backend="threading"), pytest.raises(ValueError, match=r"in 3 draws random numbers.*n_jobs=1"):
+    with joblib.parallel_config(backend="threading"), pytest.raises(ValueError, match="in 3 draws random numbers"):
         fxround.calibrate(model, torch.rand(2, 12), n_jobs=2)
