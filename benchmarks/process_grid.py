@@ -72,7 +72,7 @@ POLICIES: Final[dict[str, Any]] = {
     "bfloat16": _sharded("bfloat16", "bfloat16"),
     "stochastic": _sharded("stochastic", "binary32/stochastic"),
     "up_down": _sharded("up_down", "binary32/up_down"),
-    "mxfp8": _sharded("mxfp8", "binary32", Rule(operands="mxfp8")),
+    "mxfp8": _sharded("mxfp8", "binary32", Rule(operator="contraction", operands="mxfp8")),
 }
 
 
@@ -123,7 +123,7 @@ class GPT2(nn.Module):
 
     def __init__(self, processes: int = 1) -> None:
         super().__init__()
-        self.embedding, self.place = nn.Embedding(20, _WIDTH), nn.Embedding(8, _WIDTH)
+        self.embedding, self.place = nn.Embedding(20, _WIDTH), nn.Embedding(16, _WIDTH)
         self.blocks = nn.Sequential(*(_Block(nn.LayerNorm, _Wide(), processes) for _ in range(2)))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 20, bias=False)
 
@@ -146,7 +146,7 @@ class Llama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(20, _WIDTH)
         self.blocks = nn.Sequential(*(_Block(nn.RMSNorm, Gated(_WIDTH, _INNER), processes) for _ in range(2)))
-        self.norm, self.head = nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, 32, bias=False)
+        self.norm, self.head = nn.RMSNorm(_WIDTH), nn.Linear(_WIDTH, _INNER, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.embedding(tokens))))  # type: ignore[no-any-return]
@@ -209,7 +209,7 @@ class _Kind:
     def batch(self, number: int) -> Tensor:
         """Return the arguments of a micro-batch: four rows."""
         g = torch.Generator().manual_seed(number)
-        return torch.randint(20, (4, 8), generator=g) if self.tokens else torch.randn(4, *self.shape, generator=g)
+        return torch.randint(20, (4, 16), generator=g) if self.tokens else torch.randn(4, *self.shape, generator=g)
 
 
 MODELS: Final = {

@@ -18,7 +18,7 @@ from torch import fx
 from fxround.graph.dialect import CALLS, ContractionCall
 from fxround.graph.dtypes import STORAGES
 from fxround.graph.geometry import Geometry
-from fxround.graph.site import float_value
+from fxround.graph.site import Site, float_value
 from fxround.operators.rules import argument, rule_of
 from fxround.passes.rewrite import Plan, become, decided, drop_dead, rng_of, sites, size_of
 
@@ -37,6 +37,12 @@ def lower_contractions(graph: fx.GraphModule, plan: Plan) -> None:
         tail = (str(how), str(wanted[1]), rng_of(graph), place.number)
         become(graph, node, cls(*_arguments(graph, node, cls), *tail))
     drop_dead(graph, lambda node: node.target is _BACKWARD)
+
+
+def keeps_stock_kernel(node: fx.Node, place: Site) -> bool:
+    """Whether PyTorch computes a contraction, under ``accumulate="native"`` or because no rule names it."""
+    wanted = decided(place)
+    return _call_of(node) is not None and (wanted is None or wanted[0].of_products is None)
 
 
 def _call_of(node: fx.Node) -> Any:

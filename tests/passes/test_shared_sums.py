@@ -583,16 +583,25 @@ class _Cut(nn.Module):
         return self.layer(x)[:, :3] * 2
 
 
-UNKNOWN: dict[str, tuple[Any, Any]] = {
-    "a slice": (rounded_by("bfloat16/stochastic"), "fxround does not know which part of its result"),
-    "faults": (rounded_by("bfloat16", faults="any:0.1"), "flips bits by chance"),
+class _Turned(_Cut):
+    """A model whose view may be one of rows or of columns: (rows, 2 * 4) as (rows * 2, 4), with one of two here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y.view(-1, 4).t() * 2
+
+
+UNKNOWN: dict[str, tuple[Any, Any, Any]] = {
+    "a slice": (_Cut, rounded_by("bfloat16/stochastic"), "fxround does not know which part of its result"),
+    "a view": (_Turned, rounded_by("bfloat16/stochastic"), "fxround does not know which part of its result"),
+    "faults": (_Cut, rounded_by("bfloat16", faults="any:0.1"), "flips bits by chance"),
 }
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_draws_of_unknown_parts_are_refused(case: str, group: Callable[..., DeviceMesh]) -> None:
-    policy, message = UNKNOWN[case]
-    model = _Cut(parallelize_module(nn.Linear(4, 8), group(2), ColwiseParallel()))
+    kind, policy, message = UNKNOWN[case]
+    model = kind(parallelize_module(nn.Linear(4, 8), group(2), ColwiseParallel()))
     with pytest.raises(UnsupportedRounding, match=message):
         prepared(model, torch.ones(3, 4), policy)
 

@@ -114,9 +114,13 @@ class _Choices:
     given: Mapping[fx.Node, int] = field(default_factory=dict)
     doubts: dict[fx.Node, list[int]] = field(default_factory=dict)
 
-    def of(self, view: fx.Node, dims: list[int]) -> int:
-        """Return the dimension of a view, and note the others. dims: those that are possible, innermost first."""
-        chosen = self.given.get(view, dims[-1 if self.outermost else 0])
+    def of(self, view: fx.Node, dims: list[int], likely: int | None = None) -> int:
+        """Return the dimension of a view, and note the others.
+
+        dims: those that are possible, innermost first. likely: the one that is tried first, whichever of the two.
+        """
+        first = likely if likely is not None else dims[-1 if self.outermost else 0]
+        chosen = self.given.get(view, first)
         if len(dims) > 1:
             self.doubts[view] = [dim for dim in dims if dim != chosen]
         return chosen
@@ -345,7 +349,11 @@ def _reshaped(node: Any, states: Mapping[fx.Node, State], choices: _Choices) -> 
     state, before, after = states[x], _shape(x), _shape(node)
     assert isinstance(state, Block)
     if len(before) == len(after) and all(equal(product([m]), product([n])) for m, n in zip(before, after, strict=True)):
-        return state
+        # In the whole, a view may have made each part of a row a row: (rows, parts * size) is (rows * parts, size).
+        if not state.dim or not equal(state.size, product([before[state.dim]])):
+            return state
+        place = choices.of(node, [state.dim, state.dim - 1], likely=state.dim)
+        return state if place == state.dim else Block(place, sympy.Integer(1))
     run = state.size * product(before[state.dim + 1 :])
     behind: Any = sympy.Integer(1)
     for dim in reversed(range(len(after))):
