@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,12 +34,6 @@ class Kernels:
     deterministic: tuple[bool, bool]
     dtype: torch.dtype
 
-    _turn: ClassVar = threading.Condition()
-    # The settings that threads of this process work with now, how many do, and the process's own.
-    _held: ClassVar[Kernels | None] = None
-    _working: ClassVar[int] = 0
-    _own: ClassVar[Kernels | None] = None
-
     @staticmethod
     def current() -> Kernels:
         """Return the settings of this process; threads are those of the calling thread."""
@@ -54,6 +47,7 @@ class Kernels:
         )
 
     def _switch(self) -> None:
+        torch.set_num_threads(self.threads)
         torch.set_float32_matmul_precision(self.precision)
         torch.backends.mkldnn.set_flags(_enabled=self.mkldnn)
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
@@ -61,36 +55,19 @@ class Kernels:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Have these settings in a block.
+        """Have these settings in a block; in the process whose settings these are, nothing is switched.
 
-        Threads of their process have them already and change nothing: while one captures, some switches are off for
-        all, and another that restored what it read then would leave them off. For the same reason threads of a worker
-        share the switches: the first one sets and the last one restores them, and other settings wait for their turn.
-        The number of threads is each thread's own.
+        One thread of a process works at a time (``workers``).
         """
         if self.process == os.getpid():
             yield
             return
-        shared = type(self)
-        with shared._turn:
-            shared._turn.wait_for(lambda: shared._held in (None, self))
-            if shared._held is None:
-                shared._held, shared._own = self, Kernels.current()
-                self._switch()
-            shared._working += 1
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
+        own = Kernels.current()
+        self._switch()
         try:
             yield
         finally:
-            torch.set_num_threads(threads)
-            with shared._turn:
-                shared._working -= 1
-                if not shared._working:
-                    assert shared._own is not None
-                    shared._own._switch()
-                    shared._held = shared._own = None
-                    shared._turn.notify_all()
+            own._switch()
 
 
 def examples_of(compiled: RoundedModule, batches: Sequence[ModelCall]) -> Examples:

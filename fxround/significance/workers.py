@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fxround.errors import FxroundError, shown
+from fxround.locks import waited_for
 from fxround.significance.bits import require
 from fxround.significance.inputs import ModelCall
 from fxround.significance.observed import Key, Sample, Watch, compiled_for, sample_stream
@@ -35,6 +36,7 @@ from fxround.significance.stopping import Stopped, workers
 
 # Each thread of a worker process keeps its own model, because running a model sets the model's sample.
 _KEPT: Final = threading.local()
+_TURN: Final = waited_for()
 
 
 # Pickled bytes as an array, which joblib sends to each worker once, and their digest.
@@ -142,9 +144,14 @@ def owned(value: Any) -> Any:
 
 
 def _worked(parent: int, work: Callable[..., Any], task: tuple[Any, ...]) -> Any:
-    """Return what ``work`` returns in a worker of the process ``parent``."""
+    """Return what ``work`` returns in a worker of the process ``parent``.
+
+    One thread of a process works at a time: a capture has switches off, such as oneDNN's, for all threads of its
+    process, so that results of PyTorch's own kernels would depend on whether another thread captures meanwhile.
+    """
     _prepare_worker(parent)
-    return work(*task)
+    with _TURN:
+        return work(*task)
 
 
 def _prepare_worker(parent: int) -> None:
