@@ -323,15 +323,22 @@ def main() -> None:
             for model, way in runs:
                 _run(kept, size, [_Cell(model, way, policy) for policy in columns], chosen.steps)
         rows = [_row(kept, [_Cell(*run, policy) for policy in columns], chosen.steps, chosen.processes) for run in runs]
-    numbers = ", ".join(map(str, chosen.processes))
-    headings = ["model", "way", "tensors", *columns]
-    print(f"Tensors that differ, with {numbers} processes:\n")
+    headings = ["model", "way", "processes", "tensors", *columns]
     print(table(headings, rows))
     if chosen.write:
-        made = {"columns": headings, "numbers": list(range(2, len(headings))), "rows": rows}
-        command = "python -m benchmarks.process_grid"
-        stored = {"process-grid": made | conditions(command, where=", one thread in each process, gloo")}
-        (RESULTS / "process_grid.json").write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        _store(headings, rows)
+
+
+def _store(headings: list[str], rows: list[list[str]]) -> None:
+    """Put rows into the stored table, beside those of other models if they have the same policies."""
+    path, name = RESULTS / "process_grid.json", "process-grid"
+    stored = json.loads(path.read_text(encoding="utf-8"))[name] if path.exists() else {"columns": []}
+    models = {row[0] for row in rows}
+    if stored["columns"] == headings:
+        rows = [*(row for row in stored["rows"] if row[0] not in models), *rows]
+    made = {"columns": headings, "numbers": list(range(3, len(headings))), "rows": rows}
+    made |= conditions("python -m benchmarks.process_grid", where=", one thread in each process, gloo")
+    path.write_text(json.dumps({name: made}, indent=1) + "\n", encoding="utf-8")
 
 
 def _row(kept: Path, cells: list[_Cell], steps: int, sizes: list[int]) -> list[str]:
@@ -339,7 +346,8 @@ def _row(kept: Path, cells: list[_Cell], steps: int, sizes: list[int]) -> list[s
     alone = {cell: torch.load(cell.file(kept, 0, steps)) for cell in cells}
     shared = {(cell, size): torch.load(cell.file(kept, size, steps)) for cell in cells for size in sizes}
     counts = [", ".join(_differing(alone[cell], shared[cell, size]) for size in sizes) for cell in cells]
-    return [cells[0].model, cells[0].way, str(len(alone[cells[-1]])), *counts]
+    numbers = ", ".join(map(str, sizes))
+    return [cells[0].model, cells[0].way, numbers, str(len(alone[cells[-1]])), *counts]
 
 
 def _differing(first: Any, second: Any) -> str:

@@ -20,6 +20,7 @@ DOCUMENTS: Final = tuple(ROOT / "docs" / page for page in ("performance.md", "me
 # Pages that have other tables, too.
 _OTHER_PAGES: Final = (
     "complex.md",
+    "distributed.md",
     "few-bits.md",
     "graphs.md",
     "gallery/crystals.md",
