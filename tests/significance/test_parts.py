@@ -220,7 +220,8 @@ def test_the_array_of_jobs_in_the_document_gives_the_report_of_one_job(
 ) -> None:
     root = Path(fxround.__file__).parents[1]
     document = (root / "docs" / "variability.md").read_text(encoding="utf-8")
-    job, merger, *_ = re.findall(r"```bash\n(.*?)```", document, re.DOTALL)
+    section = document.partition("### Parts of a study")[2]
+    job, merger, *_ = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "fxround").write_text(f'#!/bin/sh\nexec {sys.executable} -m fxround "$@"\n')
     (tmp_path / "fxround").chmod(0o755)
