@@ -9,12 +9,15 @@ the rows share the parameters and the micro-batches.
     python -m benchmarks.process_grid --keep grid --write               # the table of docs/distributed.md: hours
     python -m benchmarks.process_grid --processes 2 --models MLP --ways tensor --policies bfloat16 --steps 2
 
-What is complete is kept in the folder that --keep names: an interrupted command goes on there.
+What is complete is kept in the folder that --keep names, beside what other versions of fxround have computed: an
+interrupted command goes on there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
 import json
 import sys
 import tempfile
@@ -47,10 +50,12 @@ import fxround
 from benchmarks.harness import conditions, header, table
 from benchmarks.tables import RESULTS
 from fxround import Policy, Rule
+from fxround.atomic_files import write_file
 from fxround.errors import FxroundError
 from fxround.training.distributed import average_in_order
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import parallel_models
 from parallel_models import Attention, Gated, whole
 
 MICRO_BATCHES: Final = 8
@@ -317,7 +322,7 @@ def main() -> None:
     columns = [*chosen.policies, STOCK]
     runs = [(model, way) for model in chosen.models for way in chosen.ways]
     with nullcontext(chosen.keep) if chosen.keep else tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder)
+        kept = Path(folder) / _digest_of_sources()
         kept.mkdir(parents=True, exist_ok=True)
         for size in (0, *chosen.processes):
             for model, way in runs:
@@ -339,6 +344,16 @@ def _store(headings: list[str], rows: list[list[str]]) -> None:
     made = {"columns": headings, "numbers": list(range(3, len(headings))), "rows": rows}
     made |= conditions("python -m benchmarks.process_grid", where=", one thread in each process, gloo")
     path.write_text(json.dumps({name: made}, indent=1) + "\n", encoding="utf-8")
+
+
+def _digest_of_sources() -> str:
+    """Return a digest of what the bits depend on besides the arguments of the command."""
+    package = sorted(Path(fxround.__file__).parent.rglob("*.py"))
+    files = [*package, Path(__file__), Path(parallel_models.__file__)]
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _row(kept: Path, cells: list[_Cell], steps: int, sizes: list[int]) -> list[str]:
@@ -388,7 +403,9 @@ def _as_a_rank(rank: int, size: int, cells: list[_Cell], steps: int, kept: Path,
         # The process of the highest rank says what was computed; the others have ended the cell, too, then.
         dist.barrier()
         if rank == max(size, 1) - 1:
-            torch.save(computed, cell.file(kept, size, steps))
+            content = io.BytesIO()
+            torch.save(computed, content)
+            write_file(cell.file(kept, size, steps), content.getvalue())
     time.sleep(0.5)  # gloo may abort a process that ends at once
     dist.destroy_process_group()
 

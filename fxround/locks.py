@@ -57,9 +57,9 @@ WORKERS: Final[list[threading.Thread]] = []
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return ``function.apply(*args)``, which cannot hang while another thread computes with the same leaves.
 
-    PyTorch makes a leaf's gradient accumulator where it is first needed, under a mutex of the leaf; to make it takes
-    the GIL, for a reference to the leaf. Its operations release the GIL first, ``Function.apply`` does not: if a thread
-    waits for the mutex in ``apply`` with the GIL, and another one for the GIL with the mutex, both wait forever
+    PyTorch makes a leaf's gradient accumulator where it is first needed, under a mutex of the leaf, and takes the GIL
+    meanwhile, for a reference to the leaf. Its operations release the GIL first, ``Function.apply`` does not: if a
+    thread waits for the mutex in ``apply`` with the GIL, and another one for the GIL with the mutex, both wait forever
     (seen in torch 2.13). To take an accumulator that exists needs no GIL. A view makes it, and holds it meanwhile.
     """
     held = []

@@ -22,6 +22,8 @@ from fxround.numerics.arithmetic.randomness import Part as Place
 
 # What ``fully_shard`` marks modules with, for Dynamo.
 _MARKS: Final = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+# The ids of what stands in for something of FSDP's, for each block of ``whole_parameters`` that is running.
+_STANDING_IN: Final[list[frozenset[int]]] = []
 
 
 @dataclass(frozen=True)
@@ -235,16 +237,23 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
                     stack.callback(own.__setitem__, mark, own.pop(mark))
         for hooks, key in _hooks(modules):
             if key in hooks:
-                stack.callback(_restore, hooks, dict(hooks))
+                stack.callback(hooks.__setitem__, key, hooks[key])
                 # What the trace depends on is found by the place of a hook among others: each keeps its place.
                 if len(hooks) > 1:
-                    hooks[key] = no_hook
+                    hooks[key] = _no_hook
                 else:
                     del hooks[key]
+        _STANDING_IN.append(frozenset({id(_no_hook), *map(id, stand_ins.values())}))
+        stack.callback(_STANDING_IN.pop)
         yield
 
 
-def no_hook(*given: Any) -> None:
+def standing_in() -> frozenset[int]:
+    """Return the ids of what stands in the model, in the place of parts of parameters and of FSDP's hooks, now."""
+    return _STANDING_IN[-1] if _STANDING_IN else frozenset()
+
+
+def _no_hook(*given: Any) -> None:
     """Do nothing, in the place of one of FSDP's hooks."""
 
 
@@ -259,14 +268,9 @@ def _hooks(modules: Sequence[Any]) -> Iterator[tuple[dict[int, Any], int]]:
                     yield hooks, one.id
 
 
-def _restore(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    hooks.clear()
-    hooks.update(before)
-
-
 def is_hooked(module: Any) -> bool:
     """Whether calls of a module that ``fully_shard`` was called for run FSDP's hooks."""
-    return any(key in hooks for hooks, key in _hooks([module]))
+    return any(hooks.get(key, _no_hook) is not _no_hook for hooks, key in _hooks([module]))
 
 
 def pieces_of(x: Tensor, part: Part, processes: int) -> list[Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from fxround.capture.class_guards import Row, all_names, constructors, methods_of, special_names
-from fxround.capture.fully_sharded import modules_of, no_hook
+from fxround.capture.fully_sharded import standing_in
 from fxround.capture.leftovers import Installed
 from fxround.capture.memory_reads import MemoryReads
 from fxround.capture.numbers import Number, is_number
@@ -230,7 +230,7 @@ class Noted:
         values = [guard for guard in graph.guards if guard.name in free and guard.create_fn_name() in _EQUAL]
         scope = {"L": graph.local_scope, "G": graph.global_scope}
         covered = {id(module) for module in (self.traced, *self.model.modules())}
-        stand_ins = {id(no_hook), *map(id, self.model.parameters())} if modules_of(self.model) else set()
+        stand_ins = standing_in()
         kept = [
             guard
             for guard in graph.guards
@@ -376,7 +376,7 @@ def _is_compared(source: Any, names: set[str]) -> bool:
 def _is_below(source: Any, stand_ins: Collection[int], scope: dict[str, Any]) -> bool:
     """Whether a value is one of these objects, by their ids, or is found by way of one.
 
-    They stand in the trace for parameters and hooks of ``fully_shard``, which are looked at before each call.
+    They stand in the trace for parts of parameters and hooks of ``fully_shard``, which are looked at before each call.
     """
     return bool(stand_ins) and any(id(value_of(part, scope)) in stand_ins for part in _chain(source))
 

@@ -3,8 +3,8 @@
 A call gathers all parameters of the model, group by group, whatever its graph needs: the graphs of two processes may
 differ, as their arguments do. With the parameters, each process sends a digest of what must be the same in all of them,
 so that none goes on alone. In a backward pass, process r gets part r of every gradient from all processes, and averages
-it (``averages``). An average that draws random bits, which are numbered by the elements of the whole parameter, is
-computed of whole gradients; each process then keeps its part.
+it (``averages``). An average that draws random bits numbers them by the elements of the whole parameter; where the
+processes share a dimension inside of others, it is computed of whole gradients, and each process keeps its part.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ class Verdicts:
         self.failing: set[str] = set()
         self.passing: set[str] = set()
         self.after_run: Callable[[], None] = lambda: None
-        # Computes outputs, in order.
         self.outputs: Callable[[Iterable[Run]], Iterator[Any]] = self._serially
         self._known: dict[tuple[str, int], bool] = {}
         self._order = list(range(runs))
@@ -55,18 +55,19 @@ class Verdicts:
 
     def first_failing(self, sets: Sequence[tuple[Units, Elements | None]]) -> int | None:
         """Return the place of the first of several sets that fails, or None. Those after it are not judged."""
-        verdicts = self._verdicts([(on, sample, elements) for on, elements in sets for sample in self._order])
+        order = self._order
+        verdicts = self._verdicts((on, sample, elements) for on, elements in sets for sample in order)
         for place, (on, elements) in enumerate(sets):
-            failed = next((sample for sample in self._order if not next(verdicts)), None)
+            failed = next((sample for sample in order if not next(verdicts)), None)
             (self.passing if failed is None else self.failing).add(self.key(on, elements))
             if failed is not None:
-                self._order = [failed, *(s for s in self._order if s != failed)]
+                self._order = [failed, *(s for s in order if s != failed)]
                 return place
         return None
 
     def failures(self, on: Units, elements: Elements | None = None) -> tuple[int, ...]:
         """Return the numbers of all samples that fail."""
-        verdicts = self._verdicts([(on, sample, elements) for sample in range(self.runs)])
+        verdicts = self._verdicts((on, sample, elements) for sample in range(self.runs))
         return tuple(sample for sample, passed in enumerate(verdicts) if not passed)
 
     def passes(self, on: Units, sample: int, elements: Elements | None = None, *, again: bool = False) -> bool:
@@ -76,23 +77,30 @@ class Verdicts:
         """
         return next(self._verdicts([(on, sample, elements)], again=again))
 
-    def _verdicts(self, runs: Sequence[Run], *, again: bool = False) -> Iterator[bool]:
+    def _verdicts(self, runs: Iterable[Run], *, again: bool = False) -> Iterator[bool]:
         """Yield the verdicts of some runs, in order; ``again`` as for ``passes``.
 
         Outputs may be computed ahead. They are judged, counted and stored one by one, when their verdict is asked for.
         """
-        keys = [(self.key(on, elements), sample) for on, sample, elements in runs]
-        unknown = {key: run for key, run in zip(keys, runs, strict=True) if again or key not in self._recorded}
-        outputs = self.outputs(run for key, run in unknown.items() if key not in self._known)
-        for key in keys:
+        asked, ahead = tee(((self.key(on, elements), sample), (on, sample, elements)) for on, sample, elements in runs)
+        outputs = self.outputs(self._unknown(ahead, again))
+        for key, _ in asked:
             if key in self._known:
                 yield self._known[key]
-            elif key in unknown:
+            elif again or key not in self._recorded:
                 yield self._judged(key, next(outputs))
             else:
                 self.recalled += 1
                 self._known[key] = self._recorded[key]
                 yield self._known[key]
+
+    def _unknown(self, keyed: Iterable[tuple[tuple[str, int], Run]], again: bool) -> Iterator[Run]:
+        """Yield the runs whose verdicts are not known, each once; ``again``: nor does the file count."""
+        yielded: set[tuple[str, int]] = set()
+        for key, run in keyed:
+            if key not in self._known and key not in yielded and (again or key not in self._recorded):
+                yielded.add(key)
+                yield run
 
     def _judged(self, key: tuple[str, int], output: Any) -> bool:
         """Return the verdict on the output of a run, which is stored."""

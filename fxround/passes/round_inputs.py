@@ -112,10 +112,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 writer = _Before(
                     part, placed, _stream(own, texts, f"{_said(wanted)} {dims} {groups}"), node, multiplier
                 )
-                new = _in_groups(operand, dims, groups, writer)
-                if keeps_stock_kernel(node, place):
-                    new = _laid_out(new, operand, writer)
-                node.update_arg(position, new)
+                node.update_arg(position, _laid_out(_in_groups(operand, dims, groups, writer), operand, writer))
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
     at = [place for _, _, place in rounded_sites]
@@ -146,17 +143,21 @@ def _with_held(part: fx.GraphModule, placed: Site, own: Site, texts: list[str], 
 
     def rounded(operand: fx.Node, layout: Layout, scales: fx.Node) -> fx.Node:
         stream = _stream(own, texts, f"{said} {layout.dims} {layout.groups}")
-        return _in_groups(operand, layout.dims, layout.groups, _Before(part, placed, stream, node, scales, layout))
+        writer = _Before(part, placed, stream, node, scales, layout)
+        return _laid_out(_in_groups(operand, layout.dims, layout.groups, writer), operand, writer)
 
     return rounded
 
 
 def _laid_out(rounded: fx.Node, operand: fx.Node, writer: _Before) -> fx.Node:
-    """Return a rounded matrix that is transposed in memory if its operand is.
+    """Return a rounded matrix for a product of PyTorch's that is transposed in memory if its operand is.
 
     PyTorch's products of 16-bit formats take ten times as long with a row-major right operand as with a transposed one.
     """
     value, graph, near = operand.meta["val"], writer.graph, writer.near
+    product = site(near)
+    if product is None or not keeps_stock_kernel(near, product):
+        return rounded
     if value.dtype.itemsize != 2 or value.dim() < 2 or is_row_major(value) or not is_row_major(value.mT):
         return rounded
     order = [*range(value.dim() - 2), value.dim() - 1, value.dim() - 2]

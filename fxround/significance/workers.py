@@ -89,6 +89,8 @@ class Pool:
             yield from (result for result, _ in zip(results, wave, strict=True))
 
     def _results(self, work: Callable[..., Any], wave: list[tuple[Any, ...]]) -> list[Any]:
+        if _TURN._is_owned():  # this thread is itself a worker: others would wait for its turn to end
+            return [work(*task) for task in wave]
         for last in (False, True):
             try:
                 with workers():

@@ -187,10 +187,9 @@ def _average(state: _State, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     def averaging(first: int, parts: list[Tensor], out: Tensor) -> None:
         for place, parameter in zip(places, parameters, strict=True):
             start, end = (min(max(x - first, 0), len(out)) for x in (place, place + parameter.numel()))
-            if start == end:
-                continue
+            # Of no elements, too: it counts a micro-batch of a parameter, of which another process has this part.
             run = Part(chunk=int(end - start), skip=0, first=int(first + start - place), shards=1, shard=0)
-            numbered = run if state.draws(parameter) else None
+            numbered = run if start < end and state.draws(parameter) else None
             state.average(parameter, [part[start:end] for part in parts], seed, sample, numbered, out[start:end])
 
     return exchange.start(bucket, averaging)

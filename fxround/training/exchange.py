@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from fxround.errors import FxroundError
+
 # Of (first, parts, out): write the averages of the elements of a bucket from ``first`` on, of which ``parts`` are those
 # of the gradients of all processes.
 Averaging = Callable[[int, list[Tensor], Tensor], None]
@@ -47,11 +49,16 @@ class Exchange:
         self._names = [dist.get_global_rank(group, rank) for rank in range(self._size)]
         self._sent: list[_Sent] = []
         self._kept: dict[int, Tensor] = {}
+        self._error: Exception | None = None
 
     def start(self, bucket: GradBucket, averaging: Averaging) -> torch.futures.Future[Tensor]:
-        """Return what DDP's hook returns: the future of the bucket's tensor, with the averages."""
+        """Return what DDP's hook returns: the future of the bucket's tensor, with the averages.
+
+        With the last bucket, raises what averaging has raised; FxroundError if it has in another process.
+        """
         if bucket.index() == 0:
             self._sent.clear()  # of a backward pass that has failed
+            self._error = None
         buffer: Tensor = bucket.buffer()
         each = -(-buffer.numel() // self._size)
         parts = [buffer[rank * each : (rank + 1) * each] for rank in range(self._size)]
@@ -67,6 +74,8 @@ class Exchange:
             self._average(self._sent[-1])
             for sent in self._sent:
                 _wait(sent.works)
+            self._require_no_error(buffer.device)
+            for sent in self._sent:
                 sent.done.set_result(sent.buffer)
             self._sent.clear()
         return done
@@ -75,9 +84,26 @@ class Exchange:
         """Average this process's part when the gradients have come, and start to exchange the averages."""
         _wait(sent.works)
         own = sent.parts[self.rank]
-        sent.averaging(sent.first, sent.received, sent.averages)
+        try:
+            sent.averaging(sent.first, sent.received, sent.averages)
+        except Exception as error:  # the others wait for the averages, and must know of it, whatever it is
+            self._error = self._error or error
         own.copy_(sent.averages)
         sent.works = self._messages([own] * self._size, sent.parts)
+
+    def _require_no_error(self, device: torch.device) -> None:
+        """Raise, in all processes, if one of them could not average."""
+        failed = torch.zeros(self._size, dtype=torch.uint8, device=device)
+        failed[self.rank] = self._error is not None
+        flags = list(failed.split(1))
+        _wait(self._messages([flags[self.rank]] * self._size, flags))
+        if self._error is not None:
+            raise self._error
+        if failed.any():
+            raise FxroundError(
+                f"process {int(failed.nonzero()[0])} of the {self._size} that average gradients has an error, which "
+                "its own message says"
+            )
 
     def _messages(self, given: list[Tensor], taken: list[Tensor]) -> list[Any]:
         """Start to send every other process the tensor of its rank, and to receive one from it."""

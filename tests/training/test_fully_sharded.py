@@ -462,6 +462,55 @@ def test_a_later_fully_shard_and_other_factors_are_refused(tmp_path: Path) -> No
         fxround.compile(model, "reproducible")
 
 
+class _Switched(nn.Module):
+    """A model that reads an attribute of a parameter, which fully_shard is not called for, and of a sharded layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.gate: Any = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.gate.enabled = True
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return y * self.gate if self.gate.enabled else y + 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_read_of_other_parameters_is_noticed() -> None:
+    model = _Switched()
+    fully_shard(model.layer)
+    compiled, x = fxround.compile(model, "reproducible"), torch.ones(2, 3)
+    with torch.no_grad():
+        before = compiled(x)
+        model.gate.enabled = False
+        assert torch.equal(compiled(x), before + 1)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("before", [True, False])
+def test_other_hooks_of_a_sharded_module_are_called(before: bool) -> None:
+    """In the order in which they are registered, also when the module is captured again."""
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+    def add(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor:
+        return y + 1
+
+    if before:
+        model[0].register_forward_hook(add)
+    fully_shard(model[0])
+    if not before:
+        model[0].register_forward_hook(add)
+    hooks = list(model[0]._forward_hooks)
+    of_one = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    of_one.load_state_dict({name: whole([x])[0] for name, x in model.state_dict().items()})
+    of_one[0].register_forward_hook(add)
+    compiled, plain = (fxround.compile(each, "reproducible") for each in (model, of_one))
+    for x in (torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 2, 3)):
+        assert torch.equal(compiled(x), plain(x))
+    assert list(model[0]._forward_hooks) == hooks
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_eval_mode_has_gradients_too(dim: int) -> None:

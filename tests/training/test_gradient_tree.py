@@ -69,9 +69,37 @@ def as_a_rank(store: str, out: str, rank: int, world_size: int) -> None:
                 F.cross_entropy(ddp(x), target).backward()
             optimizer.step()
         trained[name] = [p.detach().clone() for p in ddp.parameters()], ddp.module.rng
+    if world_size == 2:
+        trained["refused"] = [last_without(name, rank) for name in "ab"]
     torch.save(trained, f"{out}.{rank}")
     time.sleep(0.3)  # gloo may abort a process that ends at once (training.md)
     dist.destroy_process_group()
+
+
+def last_without(name: str, rank: int) -> str:
+    """Return what the second of two processes says whose last micro-batch has no gradient of one layer."""
+    ddp = nn.parallel.DistributedDataParallel(
+        fxround.compile(Either(), "reproducible", seed=7), find_unused_parameters=True
+    )
+    average_in_order(ddp, micro_batches=4)
+    with ddp.no_sync():
+        ddp(torch.ones(2, 6), "ab").square().mean().backward()
+    try:
+        ddp(torch.ones(2, 6), "ab".replace(name, "") if rank == 1 else "ab").square().mean().backward()
+    except FxroundError as error:
+        return str(error)
+    return ""
+
+
+class Either(nn.Module):
+    """A model that leaves out one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        return torch.stack([self.get_submodule(name)(x) for name in names]).sum(0)
 
 
 def own_part(ddp: nn.Module, step: int, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -127,10 +155,16 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8))])
 def test_any_number_of_processes_has_the_bits_of_one(world_size: int, of_one: dict[str, Any], tmp_path: Path) -> None:
-    for rank in results_of(tmp_path, world_size):
-        for name, (weights, rng) in rank.items():
+    found = results_of(tmp_path, world_size)
+    for rank in found:
+        for name in POLICIES:
+            weights, rng = rank[name]
             assert same(weights, of_one[name][0]) and rng.tolist() == of_one[name][1].tolist() == [7, STEPS * SHARED]
     assert not same(of_one["reproducible"][0], of_one["low"][0])
+    if world_size == 2:
+        for name, said in zip("ab", found[1]["refused"], strict=True):
+            assert f"average the gradient of {name}." in said and "after 1 of 2 micro-batches of this process" in said
+        assert all("process 1 of the 2 that average gradients has an error" in said for said in found[0]["refused"])
 
 
 def test_the_sum_is_that_of_lanes(of_one: dict[str, Any]) -> None:

@@ -123,8 +123,8 @@ class _Pool:
             for _ in self._threads:
                 self._libc.sem_post(ctypes.byref(self._word("work")))
         for thread in self._threads:
-            thread.join()
             WORKERS.remove(thread)
+            thread.join()
 
     def _grow(self, number: int) -> None:
         with _LOCK:
