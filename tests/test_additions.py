@@ -31,6 +31,7 @@ class Insertion:
     def apply(self, package: Path) -> None:
         file, anchor = package / self.file, self.after or self.before
         if not anchor:
+            file.parent.mkdir(exist_ok=True)
             file.write_text(self.text)
             return
         text = file.read_text()
@@ -407,6 +408,96 @@ assert got.view(torch.int32).tolist() == body.evaluate(x.numpy(), y.numpy())[0].
 assert "~(" in device_function(body)
 """,
     ),
+    "a device": Addition(
+        (
+            Insertion(
+                "runtime/counting/__init__.py",
+                """from collections import Counter
+from torch import Tensor
+from fxround.runtime.cpu.target import CpuTarget
+
+class Counting:
+    on, calls, cpu = False, Counter(), CpuTarget()
+
+    def takes(self, operands):
+        return self.on and all(x.is_cpu for x in operands if isinstance(x, Tensor))
+
+    def __getattr__(self, name):
+        self.calls[name] += 1
+        return getattr(self.cpu, name)
+
+COUNTING = Counting()
+""",
+            ),
+            Insertion(
+                "runtime/target.py",
+                "from fxround.runtime.counting import COUNTING\n",
+                after="from fxround.runtime.contributions import Contributions\n",
+            ),
+            Insertion(
+                "runtime/target.py",
+                "    if COUNTING.takes(operands):\n        return COUNTING\n",
+                before="    if runs_texts(operands):\n",
+            ),
+        ),
+        """
+from collections import Counter
+from fxround.graph.dialect import Matmul
+from fxround.kernels import from_text
+from fxround.runtime.counting import COUNTING
+from fxround.runtime.draw import Draw
+from fxround.runtime.run import run_chain, run_product
+from fxround.runtime.target import Target
+
+ops, generator = torch.ops.fxround, torch.Generator().manual_seed(0)
+steps, drawn = "binary32/nearest_even/inf", "bfloat16/stochastic/inf"
+x, y = torch.randn(3, 5, generator=generator), torch.randn(5, 4, generator=generator)
+large = torch.randn(1 << 11, (1 << 10) + 64, generator=generator)
+product = from_text.contract(steps, steps, ("f32", "f32"), "f32")
+index = torch.tensor([[0, 2, 1, 0, 2]] * 3)
+
+def stepped():
+    layer = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(6.0).view(2, 3)), layer.bias.zero_()
+    optimizer = fxround.compile_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), "bfloat16")
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, 0.3)
+    optimizer.step()
+    return [parameter.detach() for parameter in layer.parameters()]
+
+# What runs, and the calls of a target that it makes.
+CASES = {
+    "pointwise": (lambda: ops.pointwise([x], f"t0 = exp(x0) @ {drawn}", x.dtype, RNG, 3), {"pointwise": 1}),
+    "fused": (lambda: ops.fused([x], f"t0 = exp(x0) @ {drawn}; return t0", "f32", RNG, [3]), {"fused": 1}),
+    "matmul": (lambda: ops.matmul(x, y, steps, drawn, RNG, 3), {"contraction": 1}),
+    "sum": (lambda: ops.sum(x, [1], False, "lanes:16", steps, steps, RNG, 3), {"reduce": 1}),
+    "exact sum": (lambda: ops.sum(x, [1], False, "exact", steps, steps, RNG, 3), {"exact": 1}),
+    "cumsum": (lambda: ops.cumsum(x, 1, steps, drawn, RNG, 3), {"scan": 1}),
+    "scatter_add": (lambda: ops.scatter_add(x, 1, index, x, steps, RNG, 3), {"scatter": 1}),
+    "iterations": (lambda: ops.iterations(torch.arange(3), RNG, 3), {"iterations": 1}),
+    "round": (lambda: fxround.round(x, "bfloat16"), {"map": 1}),
+    "round in blocks": (lambda: fxround.round(x, "mxfp8"), {"blocks": 1}),
+    "product": (lambda: run_product(product, x[None], y[None], 1, Draw()), {"product": 1}),
+    "product again": (lambda: run_chain(Matmul(x, y, steps, steps, RNG, 3), product), {"product_of": 1}),
+    "optimizer": (stepped, {"several": 1}),
+    "round piece by piece": (lambda: fxround.round(large, "mxfp8/stochastic", seed=3), None),
+}
+seen = Counter()
+for name, (run, want) in CASES.items():
+    expected = run()
+    COUNTING.on, COUNTING.calls = True, Counter()
+    try:
+        got = run()
+    finally:
+        COUNTING.on = False
+    for a, b in zip(*[v if isinstance(v, list) else [v] for v in (got, expected)], strict=True):
+        assert torch.equal(a, b), name
+    assert want is None or COUNTING.calls == want, (name, COUNTING.calls)
+    seen += COUNTING.calls
+assert set(seen) == {name for name in vars(Target) if not name.startswith("_")}
+""",
+    ),
     "a command": Addition(
         (
             Insertion(
@@ -527,9 +618,8 @@ for name, script in json.load(sys.stdin).items():
         results[name] = traceback.format_exc()
 print(json.dumps(results))
 """
-# A device is a folder, as tests/runtime/test_cuda.py shows. The others change what is there, and need more than rows.
+# They change what is there, and need more than rows.
 UNTRIED = {
-    "a device",
     "a field of faults",
     "a kind of fault",
     "a report",

@@ -17,10 +17,9 @@ from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.scaling import scaled
-from fxround.runtime.cpu.llvm.map import MAX_DIMS
-from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_blocks, run_map
+from fxround.runtime.target import target_of
 
 # The elements of a piece of a large tensor: temporary tensors that are larger are fresh memory, which costs more than
 # the arithmetic.
@@ -61,7 +60,7 @@ def pieces(x: Tensor, rounding: ScaledRounding, dims: tuple[int, ...]) -> tuple[
     scaling = rounding.format.scaling
     d = next((i for i, n in enumerate(x.shape) if n > 1), 0)
     size = x.shape[d] if x.dim() else 1
-    if scaling is None or x.numel() <= _PIECE or (draws(rounding) and (x.dim() > MAX_DIMS or runs_texts([x]))):
+    if scaling is None or x.numel() <= _PIECE or (draws(rounding) and not target_of([x]).takes_parts(x)):
         return d, size
     block = 1 if scaling.block == "tensor" else block_sizes(scaling.block, dims, x.dim())[d]
     # Only a largest magnitude of the tensor is that of the pieces' largest magnitudes.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -155,6 +155,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU)
     buffer.lent = True
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     return torch.empty(0, dtype=dtype).set_(buffer, 0, tuple(shape), strides)
+
+
+def out_of_memory(error: torch.OutOfMemoryError, what: str, operands: Iterable[Any]) -> torch.OutOfMemoryError:
+    """PyTorch's error with the operation, and the operands that it has, in its text."""
+    listed = ", ".join(f"{x.dtype} {list(x.shape)}" for x in operands if isinstance(x, Tensor))
+    return torch.OutOfMemoryError(f"{what} of {listed}: no memory for its result. {error}")
 
 
 def fills_its_buffer(tensor: Tensor) -> bool:

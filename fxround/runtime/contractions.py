@@ -14,7 +14,7 @@ that stay inside the padded input; nothing is copied but the padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,12 +25,13 @@ from fxround.graph.dialect import Convolution, ConvolutionInputGradient, Convolu
 from fxround.graph.dialect.contractions import require_length
 from fxround.graph.geometry import Geometry, require_gradient, require_one_dtype, result_size
 from fxround.kernels.kinds import Contract
-from fxround.runtime.cpu.padding import pad
 from fxround.runtime.draw import Draw
 from fxround.runtime.memo import by_bytes
 from fxround.runtime.operands import storage_of
 
 CPU: Final = torch.device("cpu")
+# What puts so many zeros before and after the spatial dimensions of a tensor, as ``padded`` does.
+Padding = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 # The bytes that each cache of tables of offsets may hold: a table has 8 bytes for each column, pixel or step.
 TABLES: Final = 1 << 24
 # Images of fewer pixels are taken together: alone, their panels would mostly be ends, and weights packed for few
@@ -165,8 +166,6 @@ class Windows:
 
 def padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
     """x, row-major, with this many zeros on each side; a negative number removes elements."""
-    if x.device == CPU and any((*before, *after)) and min((*before, *after)) >= 0:
-        return pad(x, (0, 0, *before), (0, 0, *after))
     edges = [p for d in reversed(range(x.dim() - 2)) for p in (before[d], after[d])]
     return (torch.nn.functional.pad(x, edges) if any(edges) else x).contiguous()
 
@@ -237,10 +236,10 @@ class Plain:
         """Whether the result has no element."""
         return 0 in self.size
 
-    def product(self) -> Product:
+    def product(self, padding: Padding = padded) -> Product:
         """The contraction of the weight with the windows of the padded input."""
         w, geometry, size, groups = self.w, self.geometry, self.size, self.geometry.groups
-        x = padded(self.x, geometry.padding, geometry.padding)
+        x = padding(self.x, geometry.padding, geometry.padding)
         windows = windows_of(x.shape, w.shape[2:], tuple(size[2:]), geometry, x.device)
         k = _sums([windows.channels, windows.taps])
         weights = w.reshape(groups, w.shape[0] // groups, w.shape[1:].numel())
@@ -273,7 +272,7 @@ def convolution(call: Convolution[Tensor]) -> Plain:
     return Plain.of(call, x, w, geometry, size)
 
 
-def input_gradient(call: ConvolutionInputGradient[Tensor]) -> Plain:
+def input_gradient(call: ConvolutionInputGradient[Tensor], padding: Padding = padded) -> Plain:
     """The input's gradient: the transposed convolution of ``grad`` (the plain one, if transposed)."""
     geometry, size = call.geometry, tuple(call.size)
     require_one_dtype("convolution's gradient", call.grad.dtype, call.w.dtype)
@@ -282,15 +281,15 @@ def input_gradient(call: ConvolutionInputGradient[Tensor]) -> Plain:
     if not geometry.transposed:
         grad, w, plain = transposed_as_plain(grad, w, geometry.reversed_for(size, w.shape))
         return Plain.of(call, grad, w, plain, size)
-    padding, more = geometry.padding, geometry.output_padding
+    zeros, more = geometry.padding, geometry.output_padding
     if any(m >= step for m, step in zip(more, geometry.stride, strict=True)):
         # Past the last window, output_padding leaves room for others, which belong to no element of the input.
-        grad = padded(grad, padding, [p - m for p, m in zip(padding, more, strict=True)])
-        geometry = replace(geometry, padding=(0,) * len(padding))
+        grad = padding(grad, zeros, [p - m for p, m in zip(zeros, more, strict=True)])
+        geometry = replace(geometry, padding=(0,) * len(zeros))
     return Plain.of(call, grad, w, geometry.plain(), size)
 
 
-def weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Product:
+def weight_gradient(call: ConvolutionWeightGradient[Tensor], padding: Padding = padded) -> Product:
     """The weight's gradient: k over (image, pixel of ``grad``; of x, if transposed), ascending."""
     geometry, size = call.geometry, tuple(call.size)
     require_one_dtype("convolution's gradient", call.grad.dtype, call.x.dtype)
@@ -298,7 +297,7 @@ def weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Product:
     # For a transposed convolution, input and gradient exchange their parts.
     small, image = (call.x, call.grad) if geometry.transposed else (call.grad, call.x)
     kernel = call.kernel((storage_of(small, "convolution's gradient"), storage_of(image, "convolution's input")))
-    image = padded(image.detach(), geometry.padding, geometry.padding)
+    image = padding(image.detach(), geometry.padding, geometry.padding)
     windows = windows_of(image.shape, size[2:], tuple(small.shape[2:]), geometry, image.device)
     k = _sums([windows.images, windows.pixels])
     groups = geometry.groups

@@ -73,9 +73,17 @@ class Draw:
 
     def keys(self, nodes: Sequence[int]) -> Any:
         """Seed and sample in three u32, one u32 for each of the nodes (at least one), a part's numbers; a C array."""
-        words = (*self.read().words(nodes or (0,)), *(word for n in self.part or () for word in (n & _WORD, n >> 32)))
+        words = (*self.read()._words(nodes or (0,)), *(word for n in self.part or () for word in (n & _WORD, n >> 32)))
         return (ctypes.c_uint32 * len(words))(*words)
 
     def words(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Seed and sample in three u32, as far as the host knows them, then one u32 for each of the nodes."""
+        """Seed and sample in three u32, as far as the host knows them, then one u32 for each of the nodes.
+
+        Raises ValueError for a part, whose numbers are no such words.
+        """
+        if self.part is not None:
+            raise ValueError("a part of a result draws on the CPU alone: expected operands there (move them by .cpu())")
+        return self._words(nodes)
+
+    def _words(self, nodes: Sequence[int]) -> tuple[int, ...]:
         return (self.seed & _WORD, self.seed >> 32, self.sample, *(n & _WORD for n in nodes))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxround.graph.dialect import ProgramCall
 from fxround.graph.dtypes import DEVICES, LOADS, STORAGES, dtype_of, stored_as
 from fxround.numerics.formats.storage import Storage
 
@@ -29,6 +30,11 @@ def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
     if all(_is_dense(x) and x.dtype in LOADS and not x.is_neg() for x in operands):
         return tuple([LOADS[x.dtype] for x in operands])
     return tuple(storage_of(x, f"operand {i}", LOADS) for i, x in enumerate(operands))
+
+
+def loads_of_call(call: ProgramCall[Tensor]) -> tuple[Storage, ...]:
+    """How the operands of a program are stored; raises for what cannot be an operand, and if there is none."""
+    return loads_of(call.xs) if call.xs else call.loads()
 
 
 def _is_dense(x: Tensor) -> bool:

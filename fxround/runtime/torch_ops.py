@@ -19,50 +19,25 @@ from torch import Tensor
 from fxround.graph import dialect
 from fxround.graph.dialect import (
     CALLS,
+    CONTRACTIONS,
     LIBRARY,
     AddProcesses,
     Call,
     Fused,
     Pointwise,
-    ProgramCall,
     StateOfPart,
     require_state,
 )
 from fxround.runtime.blocks import block_expand, block_maximum, block_percentile, block_sum, hadamard
-from fxround.runtime.cpu import convolution, matmul, reduction_ops
-from fxround.runtime.cpu.contraction import Pending
-from fxround.runtime.cpu.long_programs import run_parts
-from fxround.runtime.cpu.pointwise import run_kernel
-from fxround.runtime.cuda import contraction as cuda_contraction
-from fxround.runtime.cuda import pointwise as cuda_pointwise
-from fxround.runtime.cuda import reduction as cuda_reduction
-from fxround.runtime.cuda.launcher import out_of_memory, runs_texts
+from fxround.runtime.buffers import out_of_memory
 from fxround.runtime.draw import NO_KEY, Draw
-from fxround.runtime.iterations import iterations
 from fxround.runtime.lengths import packed_lengths
-from fxround.runtime.operands import loads_of
 from fxround.runtime.processes import gathered
+from fxround.runtime.reductions import REDUCTIONS
+from fxround.runtime.run import run_kernel
+from fxround.runtime.target import target_of
 
 R = TypeVar("R")
-
-
-def pointwise(call: Pointwise[Tensor]) -> Tensor:
-    """Run a program of rounded pointwise operations over operands that broadcast."""
-    kernel = call.kernel(_loads(call))
-    if kernel is None:
-        return run_parts(call.program, call.xs, call.results, Draw.of(call.rng, call.node), None)[0]
-    if not kernel.draws:
-        return run_kernel(kernel, call.xs, NO_KEY)[0]
-    draw = Draw.of(call.rng, call.node)
-    return run_kernel(draw.of_part(kernel), call.xs, draw.key())[0]
-
-
-def fused(call: Fused[Tensor]) -> list[Tensor]:
-    """Run a chain of rounded pointwise operations in one pass over memory: the bits of one call for each operation."""
-    kernel = call.kernel(_loads(call))
-    if kernel is None:
-        return run_parts(call.program, call.xs, call.results, Draw.of(call.rng, 0), call.nodes)
-    return run_kernel(kernel, call.xs, Draw.of(call.rng, 0).keys(call.nodes) if kernel.draws else NO_KEY)
 
 
 def add_processes(call: AddProcesses[Tensor]) -> Tensor:
@@ -83,11 +58,6 @@ def state_of_part(call: StateOfPart[Tensor]) -> Tensor:
     return torch.cat([call.rng, torch.tensor(call.part, dtype=torch.int64)])
 
 
-def _loads(call: ProgramCall[Tensor]) -> Any:
-    """How the operands are stored; raises for what cannot be an operand."""
-    return loads_of(call.xs) if call.xs else call.loads()
-
-
 def _by_position(cls: type[Call[Tensor]], function: Callable[[Any], R]) -> Callable[..., R]:
     """The function of the operator's arguments, as PyTorch's dispatcher and a scheduled graph call it."""
 
@@ -98,49 +68,30 @@ def _by_position(cls: type[Call[Tensor]], function: Callable[[Any], R]) -> Calla
     return positional
 
 
-_BEGUN: Final = matmul.BEGUN | convolution.BEGUN
-CONTRACTIONS: Final = {cls.overload: _by_position(cls, begin) for cls, begin in _BEGUN.items()}
-
-
-def _finished(begin: Callable[[Any], Pending]) -> Callable[[Any], Tensor]:
-    """The operator that begins a contraction by ``begin`` and finishes it."""
-    return lambda call: begin(call).finish()
-
-
-_KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
-    Pointwise: pointwise,
-    Fused: fused,
-    **{cls: _finished(begin) for cls, begin in _BEGUN.items()},
+_FUNCTIONS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
+    Pointwise: lambda call: target_of(call.xs).pointwise(call),
+    Fused: lambda call: target_of(call.xs).fused(call),
+    **{CALLS[overload]: lambda call: target_of(call.operands).contraction(call) for overload in CONTRACTIONS},
     dialect.AddProcesses: add_processes,
     dialect.BlockExpand: block_expand,
     dialect.BlockMaximum: block_maximum,
     dialect.BlockPercentile: block_percentile,
     dialect.BlockSum: block_sum,
     dialect.HadamardTransform: hadamard,
-    dialect.Iterations: iterations,
+    dialect.Iterations: lambda call: target_of([call.rng]).iterations(call),
     dialect.PackedLengths: packed_lengths,
     dialect.StateOfPart: state_of_part,
-    **reduction_ops.KERNELS,
-}
-_TEXTS: Final[dict[type[Call[Any]], Callable[[Any], Any]]] = {
-    Pointwise: cuda_pointwise.pointwise,
-    Fused: cuda_pointwise.fused,
-    **dict.fromkeys(cuda_contraction.BEGUN, cuda_contraction.run),
-    **cuda_reduction.KERNELS,
+    **REDUCTIONS,
 }
 
 
 def function_of(cls: type[Call[Any]]) -> Callable[[Any], Any]:
-    """Return the function of a class's calls, which runs on the CPU or as CUDA texts, wherever the operands are."""
-    here, texts = _KERNELS[cls], _TEXTS.get(cls)
-    if texts is None:
-        return here
+    """Return the function of a class's calls, which runs where the operands are."""
+    function = _FUNCTIONS[cls]
 
     def run(call: Any) -> Any:
-        if not runs_texts(call.operands):
-            return here(call)
         try:
-            return texts(call)
+            return function(call)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(error, cls.name, call.operands) from error
 

@@ -41,7 +41,7 @@ from fxround.numerics.formats import Format
 from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import MODES, Rounding
 from fxround.numerics.orders import Order
-from fxround.runtime import reference
+from fxround.runtime import reductions, reference
 from fxround.runtime.contractions import Product, Right
 from fxround.runtime.contributions import Contributions
 from fxround.runtime.cpu.llvm import render
@@ -370,7 +370,7 @@ def test_scans(host: HostLauncher, accumulate: str, shape: tuple[int, int, int])
 
 def run_scan(accumulate: str, x: Tensor) -> Tensor:
     rng = torch.tensor([DRAW.seed, DRAW.sample])
-    return reduction.scan(Cumsum(x, 1, accumulate, "binary16/stochastic/inf", rng, DRAW.node))
+    return reductions.scan(Cumsum(x, 1, accumulate, "binary16/stochastic/inf", rng, DRAW.node))
 
 
 def exact_operands(storage: Storage) -> Iterator[Tensor]:

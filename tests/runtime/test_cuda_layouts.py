@@ -28,7 +28,7 @@ from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.formats.storage import Storage
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.runtime import buffers, reference
+from fxround.runtime import buffers, reductions, reference
 from fxround.runtime.contractions import Placing, Product, Right
 from fxround.runtime.contributions import Contributions
 from fxround.runtime.cuda import contraction, reduction
@@ -196,7 +196,7 @@ def running(name: str) -> Tensor:
     make, dim, _, enough = SCANS[name]
     rng = torch.tensor([DRAW.seed, DRAW.sample])
     with patch.object(reduction, "_ENOUGH", enough):
-        return reduction.scan(Cumsum(make(), dim, STEPS, ROUND, rng, DRAW.node))
+        return reductions.scan(Cumsum(make(), dim, STEPS, ROUND, rng, DRAW.node))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from fxround.graph.dialect import Cumsum
 from fxround.kernels.reductions import cumsum_kernel, scatter_kernel, sum_kernel
 from fxround.numerics.modes import Rounding
 from fxround.numerics.orders import Order
-from fxround.runtime import reference
+from fxround.runtime import reductions, reference
 from fxround.runtime.contributions import Contributions
 from fxround.runtime.cuda import reduction
 from fxround.runtime.cuda.launcher import launching
@@ -56,7 +56,9 @@ def test_sums_in_binary32(host: HostLauncher, accumulate: str, rounding: str, mo
 
     def run() -> list[Tensor]:
         sums = [reduction.run_reduce(kernel, y, DRAW, [1]) for kernel, y in chains]
-        scans = [reduction.scan(Cumsum(y, 1, str(step), str(store), rng, DRAW.node)) for y in (x, x.mT.contiguous().mT)]
+        scans = [
+            reductions.scan(Cumsum(y, 1, str(step), str(store), rng, DRAW.node)) for y in (x, x.mT.contiguous().mT)
+        ]
         return [*sums, *scans, reduction.run_scatter(scattering, source[:4], Contributions(rows, source), DRAW)]
 
     prepare(host, run)

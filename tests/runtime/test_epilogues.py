@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import fxround
+from fxround.graph.dialect import CALLS
 from fxround.runtime import buffers
 from fxround.runtime.cpu import contraction as contractions
 from fxround.runtime.cpu import matmul
+from fxround.runtime.cpu.begin import begin
 from fxround.runtime.schedule import epilogues, schedule
 from fxround.runtime.schedule.epilogues import Epilogue, join_epilogues
-from fxround.runtime.torch_ops import CONTRACTIONS
 
 RNE = "binary32/nearest_even/inf"
 RNG = torch.tensor([7, 2])
@@ -153,14 +154,14 @@ def test_leading_elements_are_complete_when_a_plan_says_so(data: st.DataObject) 
     graph, given = fx.Graph(), []
     node, _ = contraction(graph, data, given)
     arguments = fx.map_arg(node.args, dict(zip(graph.nodes, [*given[:2], RNG], strict=False)).__getitem__)
-    pending = CONTRACTIONS[node.target](*arguments)
+    pending = begin(CALLS[node.target].of(arguments))
     want = pending.finish().view(torch.int32).flatten()
     assert pending.plan is not None and pending.plan.complete(0) == 0
     assert pending.plan.complete(pending.plan.items) == want.numel()
     cuts = sorted({0, pending.plan.items, *data.draw(st.lists(st.integers(0, pending.plan.items), max_size=4))})
     made = torch.full((want.numel(),), -77, dtype=torch.int32)
-    for begin, end in pairwise(cuts):
-        pending.run(made.data_ptr(), range(begin, end))
+    for start, end in pairwise(cuts):
+        pending.run(made.data_ptr(), range(start, end))
         first = pending.plan.complete(end)
         assert torch.equal(made[:first], want[:first])
 

@@ -19,6 +19,7 @@ from fxround.graph.dialect.blocks import (
 )
 from fxround.graph.dialect.call import CALLS, LIBRARY, NAMESPACE, STATE, Call, T, read, require_state
 from fxround.graph.dialect.contractions import (
+    CONTRACTIONS,
     ContractionCall,
     Convolution,
     ConvolutionInputGradient,
@@ -48,6 +49,7 @@ __all__ = [
     "BODIES",
     "CALLS",
     "COND",
+    "CONTRACTIONS",
     "FUSED",
     "LIBRARY",
     "MAP",

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect.call import Call, T, empty, operator, require_state
+from fxround.graph.dialect.call import CALLS, Call, T, empty, operator, require_state
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import Geometry, Sizes, differ, require_one_dtype, surely
 from fxround.kernels import from_text
@@ -161,3 +161,6 @@ class ConvolutionWeightGradient(ContractionCall[T]):
         self.geometry.require_gradient(self.grad.shape, self.x.shape, self.size)
         self.require()
         return self.made(list(self.size))
+
+
+CONTRACTIONS: Final = frozenset(cls.overload for cls in CALLS.values() if issubclass(cls, ContractionCall))

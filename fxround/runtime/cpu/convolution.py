@@ -11,6 +11,7 @@ from fxround.graph.dialect import Call, Convolution, ConvolutionInputGradient, C
 from fxround.graph.dtypes import dtype_of
 from fxround.runtime.contractions import Plain, convolution, input_gradient, weight_gradient
 from fxround.runtime.cpu.contraction import Pending, begin_product
+from fxround.runtime.cpu.padding import padded
 from fxround.runtime.cpu.planes import begin_planes, planned, shape_of
 
 
@@ -21,12 +22,12 @@ def begin_convolution(call: Convolution[Tensor]) -> Pending:
 
 def begin_input_gradient(call: ConvolutionInputGradient[Tensor]) -> Pending:
     """Begin the gradient of a convolution's input."""
-    return _begin(input_gradient(call))
+    return _begin(input_gradient(call, padded))
 
 
 def begin_weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Pending:
     """Begin the gradient of a convolution's weight."""
-    return begin_product(weight_gradient(call))
+    return begin_product(weight_gradient(call, padded))
 
 
 def _begin(plain: Plain) -> Pending:
@@ -37,7 +38,7 @@ def _begin(plain: Plain) -> Pending:
     planes = planned(plain.kernel, shape_of(x.shape, w.shape, g.stride, g.padding, g.dilation, g.groups))
     if planes is not None:
         return begin_planes(plain.kernel, planes, x, w, plain.draw.key(), plain.size)
-    return begin_product(plain.product())
+    return begin_product(plain.product(padded))
 
 
 # The function that begins each contraction, up to the point where the result's address is needed.

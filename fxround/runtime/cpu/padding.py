@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fxround.runtime import contractions
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.llvm.pad import build_pad
 from fxround.runtime.cpu.pointwise import addresses, array
@@ -18,6 +19,13 @@ from fxround.runtime.cpu.threads import pieces_of, spread
 _PAD: Final = signature(2, 3)
 # The bytes that make another thread worth its start.
 _ENOUGH: Final = 1 << 17
+
+
+def padded(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    """x, row-major, with this many zeros on each side of a spatial dimension; a negative number removes elements."""
+    if any((*before, *after)) and min((*before, *after)) >= 0:
+        return pad(x, (0, 0, *before), (0, 0, *after))
+    return contractions.padded(x, before, after)
 
 
 def pad(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:

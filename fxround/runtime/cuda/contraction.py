@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect import Call, Convolution, ConvolutionInputGradient, ConvolutionWeightGradient, Matmul
+from fxround.graph.dialect import CALLS, Call, Convolution, ConvolutionInputGradient, ConvolutionWeightGradient, Matmul
 from fxround.graph.dialect.contractions import require_product
 from fxround.graph.dtypes import dtype_of
-from fxround.kernels.kinds import Map
+from fxround.kernels.kinds import Contract, Map
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Placing, Plain, Product, Right, convolution, input_gradient, weight_gradient
 from fxround.runtime.cuda.arguments import ContractionShape, key_of, layout, shards_of_length
@@ -200,6 +200,14 @@ BEGUN: Final[dict[type[Call[Any]], Callable[[Any], Product | Tensor]]] = {
 
 
 def run(call: Call[Tensor]) -> Tensor:
-    """Run a contraction."""
-    begun = BEGUN[type(call)](call)
+    """Run a contraction; a subclass of a call's class runs as that does. Raises TypeError for one that has no text."""
+    begin = BEGUN.get(CALLS[call.overload])
+    if begin is None:
+        raise TypeError(f"{call.name}: no kernel for CUDA tensors; move its operands to the CPU")
+    begun = begin(call)
     return begun if isinstance(begun, Tensor) else run_product(begun)
+
+
+def run_chain(call: Matmul[Tensor], kernel: Contract) -> Tensor:
+    """The product of two matrices, or of two batches of them, by another kernel of the same chain."""
+    return run_product(replace(_matmul(call), kernel=kernel))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
@@ -113,12 +113,6 @@ def launch(text: Text, items: int, arguments: Sequence[Any], device: torch.devic
     blocks = min(items if text.meets else -(-items // text.threads), 2**31 - 1)
     values = [ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x for x in arguments]
     (_CHOSEN.launcher or _DEVICE).launch(text, blocks, values, device)
-
-
-def out_of_memory(error: torch.OutOfMemoryError, what: str, operands: Iterable[Any]) -> torch.OutOfMemoryError:
-    """PyTorch's error with the operation, and the operands that it has, in its text."""
-    listed = ", ".join(f"{x.dtype} {list(x.shape)}" for x in operands if isinstance(x, Tensor))
-    return torch.OutOfMemoryError(f"{what} of {listed}: no memory for its result. {error}")
 
 
 def device_of(tensors: Sequence[Tensor], what: str) -> torch.device:

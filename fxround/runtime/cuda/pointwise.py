@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect import Fused, Pointwise, ProgramCall
+from fxround.graph.dialect import Fused, Pointwise
 from fxround.graph.dtypes import dtype_of
 from fxround.graph.geometry import broadcast
 from fxround.kernels import from_text
@@ -24,7 +24,7 @@ from fxround.runtime.cuda.cpp.map import LAYOUT, MAX_DIMS, Access, CudaMapVarian
 from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
-from fxround.runtime.operands import loads_of, writable
+from fxround.runtime.operands import loads_of_call, writable
 
 # A thread computes this many elements; where it computes seeds first, it takes more.
 _EACH: Final = 4
@@ -33,7 +33,7 @@ _EACH_THAT_DRAWS: Final = 16
 
 def pointwise(call: Pointwise[Tensor]) -> Tensor:
     """Run a program of rounded pointwise operations over operands that broadcast."""
-    kernel = from_text.pointwise(call.program, _loads(call), *call.results)
+    kernel = from_text.pointwise(call.program, loads_of_call(call), *call.results)
     draw = Draw.unread(call.rng, call.node) if kernel.draws else Draw()
     return run_kernel(kernel, call.xs, draw.words((draw.node,)), state=draw.state)[0]
 
@@ -41,14 +41,9 @@ def pointwise(call: Pointwise[Tensor]) -> Tensor:
 def fused(call: Fused[Tensor]) -> list[Tensor]:
     """Run a chain of rounded pointwise operations in one pass over memory: the bits of one call for each operation."""
     call.require_nodes()
-    kernel = from_text.fused(call.program, _loads(call), call.stored)
+    kernel = from_text.fused(call.program, loads_of_call(call), call.stored)
     draw = Draw.unread(call.rng, 0) if kernel.draws else Draw()
     return run_kernel(kernel, call.xs, draw.words(call.nodes), state=draw.state)
-
-
-def _loads(call: ProgramCall[Tensor]) -> Any:
-    """How the operands are stored; raises for what cannot be an operand."""
-    return loads_of(call.xs) if call.xs else call.loads()
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,8 @@ def run_kernel(
     key: the words of ``Draw.words``. outs: row-major tensors of the result's shape to write into. state: the tensor
     (seed, sample) that the kernel reads, in place of those in the key.
     """
+    if kernel.parts:
+        raise ValueError("a map of a part of a result draws on the CPU alone: expected operands there")
     device = device_of(operands, "a pointwise operator")
     kernel = for_device(kernel, device)
     operands = [on_device(x, device) for x in operands]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd, ScatterCall
-from fxround.graph.dialect.reductions import dims_of
 from fxround.graph.dtypes import dtype_of
 from fxround.kernels.kinds import Exact, Reduce, Scan, Scatter
 from fxround.runtime import buffers
-from fxround.runtime.contributions import Contributions, contributions_of
+from fxround.runtime.contributions import Contributions
 from fxround.runtime.cuda.arguments import LineSteps, count, key_of, shards_of_length
 from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
@@ -24,7 +22,6 @@ from fxround.runtime.cuda.cpp.loops import loop_text, parts_size
 from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse
-from fxround.runtime.operands import storage_of
 
 _LONGEST_EXACT: Final = 1 << 35
 # The least elements of an exact sum that a block of threads shares, where there are few sums: one thread would read all
@@ -53,13 +50,6 @@ def _text(kernel: Reduce | Scan | Scatter | Exact, shape: LineLoop = PLAIN) -> T
     return Text(loop_name(kernel, shape), lambda: preamble(SHAPE) + loop_text(kernel, shape), shape.threads, meets)
 
 
-def reduce(call: ReductionCall[Tensor]) -> Tensor:
-    """The sum or product over ``dims`` by the chains of the call's kernel, or exactly."""
-    reduced = call.reduced()
-    kernel = call.kernel((storage_of(call.x, f"{call.name}'s operand"),))
-    return run_reduce(kernel, call.x, Draw.unread(call.rng, call.node), reduced).reshape(call.size())
-
-
 def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int]) -> Tensor:
     """Reduce ``dims`` (ascending, none negative) of x; the result has the other dimensions."""
     kept = [d for d in range(x.dim()) if d not in dims]
@@ -80,21 +70,19 @@ def run_reduce(kernel: Reduce | Exact, x: Tensor, draw: Draw, dims: Sequence[int
     return result
 
 
-def scan(call: ScanCall[Tensor]) -> Tensor:
-    """Every prefix sum or product along ``dim``, k ascending."""
-    x = call.x.detach()
-    kernel = for_device(call.kernel((storage_of(x, f"{call.name}'s operand"),)), x.device)
-    (axis,) = dims_of(x, [call.dim]) or (0,)
-    result = buffers.empty(x.shape or (1,), dtype_of(kernel.result), x.device)
+def run_scan(kernel: Scan, x: Tensor, draw: Draw, dim: int) -> Tensor:
+    """Every prefix along ``dim``; returns the shape of x."""
+    x = x.detach()
+    kernel = for_device(kernel, x.device)
+    result = buffers.empty(x.shape, dtype_of(kernel.result), x.device)
     if result.numel():
-        x = x.reshape(result.shape)
-        around = range(axis), range(axis + 1, x.dim())
-        lines = _lines(x, around, (axis,))
+        around = range(dim), range(dim + 1, x.dim())
+        lines = _lines(x, around, (dim,))
         if lines is None:
             x = x.contiguous()
-            lines = _lines(x, around, (axis,))
-        _run_lines(kernel, x, lines, result, Draw.unread(call.rng, call.node))
-    return result.reshape(call.x.shape)
+            lines = _lines(x, around, (dim,))
+        _run_lines(kernel, x, lines, result, draw)
+    return result
 
 
 def _lines(x: Tensor, around: Sequence[Sequence[int]], dims: Sequence[int]) -> LineSteps | None:
@@ -177,16 +165,9 @@ def _run_lines(kernel: Reduce | Scan | Exact, x: Tensor, lines: LineSteps | None
     launch(_text(kernel, shape), items, arguments, x.device)
 
 
-def scatter(call: ScatterCall[Tensor]) -> Tensor:
-    """``x`` with its contributions added, in the order of their source."""
-    kernel = call.kernel(call.loads())
-    contributions = contributions_of(call)
-    device_of([call.x, contributions.rows, contributions.source], call.name)
-    return run_scatter(kernel, call.x, contributions, Draw.unread(call.rng, call.node))
-
-
 def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw) -> Tensor:
     """x with the contributions added, row-major."""
+    device_of([x, contributions.rows, contributions.source], "a scatter")
     x = x.detach().contiguous()
     kernel = for_device(kernel, x.device)
     result = buffers.empty(x.shape, x.dtype, x.device)
@@ -203,11 +184,3 @@ def run_scatter(kernel: Scatter, x: Tensor, contributions: Contributions, draw: 
         key = key_of(draw.words((draw.node,)), draw.state, x.device)
         launch(_text(kernel, shape), x.numel() // shape.piece, [*operands, *key], x.device)
     return result
-
-
-KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {
-    **{cls: reduce for cls in CALLS.values() if issubclass(cls, ReductionCall)},
-    **{cls: scan for cls in CALLS.values() if issubclass(cls, ScanCall)},
-    ScatterAdd: scatter,
-    IndexPut: scatter,
-}

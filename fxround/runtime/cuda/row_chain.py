@@ -20,7 +20,7 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.map import MAX_DIMS, Access
 from fxround.runtime.cuda.cpp.row_chain import Operand, RowChain, RowStage, row_chain_text
-from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch, out_of_memory
+from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
 from fxround.runtime.cuda.pointwise import on_device
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
@@ -52,7 +52,7 @@ class RowsCall:
         try:
             results = [buffers.empty(shape, dtype, device) for shape, dtype in self.results]
         except torch.OutOfMemoryError as error:
-            raise out_of_memory(error, "a softmax, norm or other chain over rows", operands) from error
+            raise buffers.out_of_memory(error, "a softmax, norm or other chain over rows", operands) from error
         draw = Draw.unread(inputs[chain.rng], 0) if self.nodes else Draw()
         key = key_of(draw.words(self.nodes or (0,)), draw.state, device)
         blocks = -(-self.rows[0] // self.rows[1])

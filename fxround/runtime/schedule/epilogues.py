@@ -26,7 +26,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Call, Fused, Matmul, Pointwise, read, read_map
+from fxround.graph.dialect import (
+    CONTRACTIONS,
+    FUSED,
+    MAPS,
+    POINTWISE,
+    Call,
+    ContractionCall,
+    Fused,
+    Matmul,
+    Pointwise,
+    read,
+    read_map,
+)
 from fxround.graph.dtypes import LOADS, dtype_of
 from fxround.graph.grouping import Unit
 from fxround.graph.values import copy_node
@@ -34,14 +46,14 @@ from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime import buffers
 from fxround.runtime.contractions import Product
+from fxround.runtime.cpu.begin import begin
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import Pending, Work
 from fxround.runtime.cpu.matmul import Bound, bound_matmul
 from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.cuda.contraction import BEGUN, Following, run_followed
-from fxround.runtime.cuda.launcher import out_of_memory, runs_texts
+from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.schedule.groups import Part, grouped, key_of, map_of, subgraph
-from fxround.runtime.torch_ops import CONTRACTIONS
 
 _ATEN: Final = torch.ops.aten
 # Operators that may only give a row-major tensor another shape; ``Epilogue._plan`` checks that they did, on real
@@ -152,7 +164,7 @@ class Epilogue(Part):
         (mapped,) = (node for node in nodes if node.target in MAPS)
         self.map = _map(mapped)
         views = [node for node in nodes if node.target in _VIEWS]
-        self.begin = _function(graph, inputs, contraction)
+        self.call = _function(graph, inputs, contraction)
         self.views = _operands(graph, inputs, contraction, views, self.map.xs)
         self.place = place = {node: i for i, node in enumerate(inputs)}
         # Indices of the map's operands among the inputs; None for the contraction's result.
@@ -209,7 +221,8 @@ class Epilogue(Part):
                 return list(self.whole.forward(*inputs))
             kept, made = run_followed(product, following, operands)
         except torch.OutOfMemoryError as error:
-            raise out_of_memory(error, f"{call.name} and the map after it", [*call.operands, *operands]) from error
+            what, read = f"{call.name} and the map after it", [*call.operands, *operands]
+            raise buffers.out_of_memory(error, what, read) from error
         buffers.release(*(inputs[i] for i in self.spent))
         values = dict(enumerate(made)) | ({} if kept is None else {_CONTRACTION: kept})
         return [values[number] for number in self.outside]
@@ -247,7 +260,7 @@ class Epilogue(Part):
 
     def _plan(self, inputs: Sequence[Any]) -> Stepping | None:
         """The plan for inputs of these layouts; None if the graph is to run as it says."""
-        pending: Pending = self.begin(*inputs)
+        pending = begin(self.call(*inputs))
         mapped = self._map_over(inputs, pending.shape, pending.dtype)
         if pending.plan is None or mapped is None or any(isinstance(x, Tensor) and not x.is_cpu for x in inputs):
             return None
@@ -272,8 +285,7 @@ class Epilogue(Part):
     def _begin(self, plan: Stepping, inputs: Sequence[Any]) -> Pending:
         """Begin the contraction; a product of operands of known layouts needs no second look at them."""
         if plan.bound is None or self.product is None:
-            begun: Pending = self.begin(*inputs)
-            return begun
+            return begin(self.call(*inputs))
         a, b = self.factors
         return plan.bound.begin(inputs[a], inputs[b], inputs[self.rng], self.product.node)
 
@@ -321,11 +333,17 @@ def _steps(contraction: Work, total: int, itemsize: int) -> Iterator[tuple[range
 
 
 def _function(graph: fx.GraphModule, inputs: Sequence[fx.Node], contraction: fx.Node) -> Any:
-    """The function (*inputs) -> Pending that begins the contraction."""
+    """The function (*inputs) -> the contraction's call."""
+    cls = type(read(contraction))
+    assert issubclass(cls, ContractionCall)
+
+    def call_of(*arguments: Any) -> Call[Tensor]:
+        return cls.of(arguments)
+
     inside = fx.Graph()
     made = {node: inside.placeholder(node.name) for node in inputs}
     begun = inside.node_copy(contraction, lambda used: made[used])
-    begun.target = CONTRACTIONS[contraction.target]
+    begun.target = call_of
     inside.output(begun)
     return fx.GraphModule(graph, inside).forward
 

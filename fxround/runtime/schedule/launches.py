@@ -18,12 +18,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fxround.graph.dialect import Call, Fused, Pointwise, Sum, read
+from fxround.graph.dialect import Call, ContractionCall, Fused, Pointwise, Sum, read
 from fxround.graph.dtypes import STORAGES, dtype_of
 from fxround.kernels.kinds import Exact, Map, Reduce
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.kernels.reductions import largest_kernel
+from fxround.runtime.cpu.begin import begin
 from fxround.runtime.cpu.code import native, signature
 from fxround.runtime.cpu.contraction import Code, Pending, Work
 from fxround.runtime.cpu.llvm.row_copies import build_rows
@@ -33,7 +34,6 @@ from fxround.runtime.cpu.threads import pieces_of
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import loads_of
 from fxround.runtime.schedule.row_chains import LARGEST, is_largest_of_rows
-from fxround.runtime.torch_ops import CONTRACTIONS
 
 aten = torch.ops.aten
 VIEWS: Final = frozenset(
@@ -150,7 +150,7 @@ class Planner(ABC):
             self.env[node] = self.env[source][node.args[1]]
         elif isinstance(call, Pointwise | Fused):
             self._map(node, call)
-        elif node.target in CONTRACTIONS and call is not None:
+        elif isinstance(call, ContractionCall):
             self._contraction(node, call)
         elif isinstance(call, Sum) or node.target is LARGEST:
             self._reduction(node, call)
@@ -266,8 +266,8 @@ class Planner(ABC):
         operands = [self.value(x) for x in call.operands]
         if any(x.tensor.numel() == 0 for x in operands):
             raise NoPlan  # empty operands have no addresses by which to tell them apart
-        args = [self._argument(arg) for arg in node.args]
-        pending: Pending = CONTRACTIONS[node.target](*args)
+        given: Any = type(call).of([self._argument(arg) for arg in node.args])
+        pending = begin(given)
         work = pending.plan
         if work is None or pieces_of(work.items, work.enough) > 1:
             raise NoPlan

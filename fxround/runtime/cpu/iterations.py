@@ -13,7 +13,6 @@ from fxround.graph.dialect import Iterations
 from fxround.numerics.arithmetic.randomness import iteration_function
 from fxround.numerics.arithmetic.scalar import Function
 from fxround.runtime import buffers
-from fxround.runtime.cuda.iterations import iterations as on_device
 from fxround.runtime.draw import Draw
 
 _MOST: Final = 1 << 48
@@ -35,8 +34,6 @@ def _seeds(draw: Draw, counters: bytes) -> bytes:
 
 def iterations(call: Iterations[Tensor]) -> Tensor:
     """Return (seed, sample) of each iteration. Raises ValueError for a counter outside 0 to 2^48 - 1."""
-    if not call.rng.is_cpu:
-        return on_device(call)
     draw, counters = Draw.of(call.rng, call.node), call.counters.cpu().numpy()
     if counters.size and not 0 <= counters.min() <= counters.max() < _MOST:
         raise ValueError(f"a loop has iterations {counters.min()} to {counters.max()}; expected 0 to 2^48 - 1")

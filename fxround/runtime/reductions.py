@@ -13,22 +13,19 @@ from torch import Tensor
 
 from fxround.graph.dialect import CALLS, Call, IndexPut, ReductionCall, ScanCall, ScatterAdd, ScatterCall
 from fxround.graph.dialect.reductions import dims_of
-from fxround.kernels.kinds import Exact
 from fxround.runtime.contributions import contributions_of
-from fxround.runtime.cpu.exact_sum import run_exact
-from fxround.runtime.cpu.reduction import run_reduce, run_scan
-from fxround.runtime.cpu.scatter import run_scatter
 from fxround.runtime.draw import Draw
 from fxround.runtime.operands import storage_of
+from fxround.runtime.run import run_reduce
+from fxround.runtime.target import target_of
 
 
 def reduce(call: ReductionCall[Tensor]) -> Tensor:
     """The sum or product over ``dims`` by the chains of the call's kernel, or exactly."""
     reduced = call.reduced()
     kernel = call.kernel((storage_of(call.x, f"{call.name}'s operand"),))
-    run: Callable[..., Tensor] = run_exact if isinstance(kernel, Exact) else run_reduce
-    draw = Draw.of(call.rng, call.node)
-    return run(draw.of_part(kernel), call.x, draw, reduced).reshape(call.size())
+    draw = Draw.unread(call.rng, call.node)
+    return run_reduce(draw.of_part(kernel), call.x, draw, reduced).reshape(call.size())
 
 
 def scan(call: ScanCall[Tensor]) -> Tensor:
@@ -36,18 +33,19 @@ def scan(call: ScanCall[Tensor]) -> Tensor:
     x = call.x
     kernel = call.kernel((storage_of(x, f"{call.name}'s operand"),))
     (axis,) = dims_of(x, [call.dim]) or (0,)
-    draw = Draw.of(call.rng, call.node)
-    return run_scan(draw.of_part(kernel), x if x.dim() else x.reshape(1), draw, axis).reshape(x.shape)
+    draw = Draw.unread(call.rng, call.node)
+    run = target_of(call.operands).scan
+    return run(draw.of_part(kernel), x if x.dim() else x.reshape(1), draw, axis).reshape(x.shape)
 
 
 def scatter(call: ScatterCall[Tensor]) -> Tensor:
     """``x`` with its contributions added, in the order of their source."""
     kernel = call.kernel(call.loads())
-    draw = Draw.of(call.rng, call.node)
-    return run_scatter(draw.of_part(kernel), call.x, contributions_of(call), draw)
+    draw = Draw.unread(call.rng, call.node)
+    return target_of(call.operands).scatter(draw.of_part(kernel), call.x, contributions_of(call), draw)
 
 
-KERNELS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {
+REDUCTIONS: Final[dict[type[Call[Any]], Callable[[Any], Tensor]]] = {
     **{cls: reduce for cls in CALLS.values() if issubclass(cls, ReductionCall)},
     **{cls: scan for cls in CALLS.values() if issubclass(cls, ScanCall)},
     ScatterAdd: scatter,

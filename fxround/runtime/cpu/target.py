@@ -1,0 +1,66 @@
+"""The CPU as a target (``runtime.target.Target``): kernels in machine code."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fxround.graph.dialect import Call, Fused, Pointwise
+from fxround.runtime.contractions import Product
+from fxround.runtime.cpu.begin import begin
+from fxround.runtime.cpu.blocks import run_blocks
+from fxround.runtime.cpu.contraction import begin_product
+from fxround.runtime.cpu.exact_sum import run_exact
+from fxround.runtime.cpu.iterations import iterations
+from fxround.runtime.cpu.llvm.map import MAX_DIMS
+from fxround.runtime.cpu.long_programs import run_parts
+from fxround.runtime.cpu.matmul import run_chain
+from fxround.runtime.cpu.pointwise import run_kernel, run_part
+from fxround.runtime.cpu.reduction import run_reduce, run_scan
+from fxround.runtime.cpu.scatter import run_scatter
+from fxround.runtime.cpu.several import run_several
+from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.operands import loads_of_call
+
+
+class CpuTarget:
+    """The CPU."""
+
+    map = staticmethod(run_kernel)
+    part = staticmethod(run_part)
+    several = staticmethod(run_several)
+    blocks = staticmethod(run_blocks)
+    exact = staticmethod(run_exact)
+    reduce = staticmethod(run_reduce)
+    scan = staticmethod(run_scan)
+    scatter = staticmethod(run_scatter)
+    product_of = staticmethod(run_chain)
+    iterations = staticmethod(iterations)
+
+    def takes_parts(self, x: Tensor) -> bool:
+        """Return whether a map has code for x, whatever its strides are."""
+        return x.dim() <= MAX_DIMS
+
+    def pointwise(self, call: Pointwise[Tensor]) -> Tensor:
+        """Run a program, in parts if it is too long for one kernel."""
+        kernel = call.kernel(loads_of_call(call))
+        if kernel is None:
+            return run_parts(call.program, call.xs, call.results, Draw.of(call.rng, call.node), None)[0]
+        if not kernel.draws:
+            return run_kernel(kernel, call.xs, NO_KEY)[0]
+        draw = Draw.of(call.rng, call.node)
+        return run_kernel(draw.of_part(kernel), call.xs, draw.key())[0]
+
+    def fused(self, call: Fused[Tensor]) -> list[Tensor]:
+        """Run a chain in one pass over memory, or in parts if it is too long for one kernel."""
+        kernel = call.kernel(loads_of_call(call))
+        if kernel is None:
+            return run_parts(call.program, call.xs, call.results, Draw.of(call.rng, 0), call.nodes)
+        return run_kernel(kernel, call.xs, Draw.of(call.rng, 0).keys(call.nodes) if kernel.draws else NO_KEY)
+
+    def contraction(self, call: Call[Tensor]) -> Tensor:
+        """Run a contraction of the dialect."""
+        return begin(call).finish()
+
+    def product(self, product: Product) -> Tensor:
+        """Compute a contraction."""
+        return begin_product(product).finish()

@@ -1,0 +1,91 @@
+"""What a device does. Every kernel, operator and part of a schedule runs on a ``Target``, chosen by its operands.
+
+``target_of`` is the one place that asks which device runs a call. Everything else in ``runtime`` asks a target: the
+CPU's is in ``cpu``, that of CUDA devices in ``cuda``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from fxround.graph.dialect import Call, Fused, Iterations, Matmul, Pointwise
+from fxround.kernels.kinds import Blocks, Contract, Exact, Map, Reduce, Scan, Scatter
+from fxround.runtime.contractions import Product
+from fxround.runtime.contributions import Contributions
+from fxround.runtime.cpu.target import CpuTarget
+from fxround.runtime.cuda.launcher import runs_texts
+from fxround.runtime.cuda.target import CudaTarget
+from fxround.runtime.draw import Draw
+from fxround.runtime.several import Several
+
+
+class Target(Protocol):
+    """A device. All targets give the same bits."""
+
+    def pointwise(self, call: Pointwise[Tensor], /) -> Tensor:
+        """Run a program of rounded pointwise operations over operands that broadcast."""
+
+    def fused(self, call: Fused[Tensor], /) -> list[Tensor]:
+        """Run a chain of rounded pointwise operations: the bits of one call for each operation."""
+
+    def contraction(self, call: Call[Tensor], /) -> Tensor:
+        """Run a product of matrices, a convolution or one of its gradients."""
+
+    def iterations(self, call: Iterations[Tensor], /) -> Tensor:
+        """Return (seed, sample) of each iteration of a loop."""
+
+    def map(
+        self, kernel: Map, operands: Sequence[Tensor], key: Any, outs: Sequence[Tensor | None] | None = None, /
+    ) -> list[Tensor]:
+        """Run a map over operands that broadcast. key: the words of a draw. outs: as ``run.run_kernel`` has them."""
+
+    def takes_parts(self, x: Tensor, /) -> bool:
+        """Return whether ``part`` takes an operand of x's layout."""
+
+    def part(
+        self, kernel: Map, x: Tensor, parts: Sequence[Tensor], out: Tensor, key: Any, d: int, start: int, size: int, /
+    ) -> None:
+        """Run a map over ``size`` rows of x from ``start`` on along d, with the numbers that elements have in x.
+
+        parts: the other operands, of the rows alone. out: a row-major tensor of x's shape, whose rows are written.
+        """
+
+    def several(self, several: Several, /) -> None:
+        """Run a map over several lists of tensors that share no memory, and overwrite them."""
+
+    def blocks(
+        self, kernel: Blocks, x: Tensor, sizes: Sequence[int], shared: Sequence[Tensor], out: Tensor | None = None, /
+    ) -> Tensor | None:
+        """Run a kernel over a tensor in blocks of these sizes; None if there is no such code."""
+
+    def exact(self, kernel: Exact, x: Tensor, draw: Draw, dims: Sequence[int], /) -> Tensor:
+        """Sum ``dims`` (ascending, none negative) of x exactly; the result has the other dimensions."""
+
+    def reduce(self, kernel: Reduce, x: Tensor, draw: Draw, dims: Sequence[int], /) -> Tensor:
+        """Reduce ``dims`` (ascending, none negative) of x; the result has the other dimensions."""
+
+    def scan(self, kernel: Scan, x: Tensor, draw: Draw, dim: int, /) -> Tensor:
+        """Compute every prefix along ``dim``, in the shape of x."""
+
+    def scatter(self, kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw, /) -> Tensor:
+        """Return x with the contributions added, row-major."""
+
+    def product(self, product: Product, /) -> Tensor:
+        """Compute a contraction."""
+
+    def product_of(self, call: Matmul[Tensor], kernel: Contract, /) -> Tensor:
+        """Compute a product of matrices by another kernel of the same chain."""
+
+
+CPU: Final[Target] = CpuTarget()
+CUDA: Final[Target] = CudaTarget()
+
+
+def target_of(operands: Sequence[Any]) -> Target:
+    """Return what runs a call with these operands. Arguments that are no tensors do not count."""
+    if runs_texts(operands):
+        return CUDA
+    return CPU
