@@ -21,7 +21,7 @@ from fxround.errors import FxroundError
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy
 from fxround.runtime import buffers, schedule
-from fxround.runtime.schedule import epilogues, row_chains
+from fxround.runtime.cpu import epilogues, row_chains
 from fxround.runtime.schedule.epilogues import Epilogue
 from fxround.runtime.schedule.row_chains import RowsPart
 
@@ -113,12 +113,12 @@ def _swapped(steps: Any, operands: Any, stored: Any) -> str:
     return _TEXT(steps, operands[::-1], stored)
 
 
-def _over_what_is_read(self: Any, table: Any) -> dict[int, int]:
+def _over_what_is_read(chain: Any, spent: Any, table: Any) -> dict[int, int]:
     """Results over inputs of their layout, whether or not these are read later: no write leaves its memory."""
     return {
         i: j
-        for i in self.chain.stored
-        for j in range(self.chain.inputs)
+        for i in chain.stored
+        for j in range(chain.inputs)
         if (table[j].shape, table[j].dtype) == (table[i].shape, table[i].dtype) and table[j].is_contiguous()
     }
 
@@ -130,7 +130,7 @@ def _over_what_is_read(self: Any, table: Any) -> dict[int, int]:
         (buffers._Pool, "take", _one_buffer_twice),
         (FUSE, "_text", _swapped),
         (epilogues, "_steps", lambda *a: [(items, blocks[1:]) for items, blocks in _STEPS(*a)]),
-        (row_chains.RowsPart, "_overwritten", _over_what_is_read),
+        (row_chains, "_overwritten", _over_what_is_read),
     ],
     ids=["a buffer lent twice", "operands that change places", "a block that is left out", "an input written over"],
 )

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fxround.errors import type_of
-from fxround.graph.dialect import require_state
+from fxround.graph.dialect import Call, Fused, require_state
 from fxround.kernels.kinds import in_part
 from fxround.numerics.arithmetic.randomness import Part
 
@@ -87,3 +87,12 @@ class Draw:
 
     def _words(self, nodes: Sequence[int]) -> tuple[int, ...]:
         return (self.seed & _WORD, self.seed >> 32, self.sample, *(n & _WORD for n in nodes))
+
+
+def key_of(call: Call[Any], rng: Tensor, draws: bool = True) -> Any:
+    """The random key of a kernel's call. draws: whether the kernel uses it."""
+    if not draws:
+        return NO_KEY
+    if isinstance(call, Fused):
+        return Draw.of(rng, 0).keys(call.nodes)
+    return Draw.of(rng, call.node).key()  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fxround.graph.dialect import ProgramCall
 from fxround.graph.dtypes import DEVICES, LOADS, STORAGES, dtype_of, stored_as
+from fxround.kernels.kinds import Map
 from fxround.numerics.formats.storage import Storage
 
 
@@ -35,6 +36,11 @@ def loads_of(operands: Sequence[Tensor]) -> tuple[Storage, ...]:
 def loads_of_call(call: ProgramCall[Tensor]) -> tuple[Storage, ...]:
     """How the operands of a program are stored; raises for what cannot be an operand, and if there is none."""
     return loads_of(call.xs) if call.xs else call.loads()
+
+
+def map_of(call: ProgramCall[Any], operands: Sequence[Tensor]) -> Map | None:
+    """The kernel of a map over these operands; None for a program that runs in parts."""
+    return call.kernel(tuple(LOADS[x.dtype] for x in operands))
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -19,7 +19,16 @@ from fxround.runtime.cpu.target import CpuTarget
 from fxround.runtime.cuda.launcher import runs_texts
 from fxround.runtime.cuda.target import CudaTarget
 from fxround.runtime.draw import Draw
+from fxround.runtime.epilogues import Followed
+from fxround.runtime.row_chains import Chain
 from fxround.runtime.several import Several
+
+
+class Plan(Protocol):
+    """How a part of a schedule runs on a target, for inputs of given layouts."""
+
+    def run(self, inputs: Sequence[Any], /) -> list[Tensor]:
+        """Return the part's results, and release its spent inputs."""
 
 
 class Target(Protocol):
@@ -78,6 +87,18 @@ class Target(Protocol):
 
     def product_of(self, call: Matmul[Tensor], kernel: Contract, /) -> Tensor:
         """Compute a product of matrices by another kernel of the same chain."""
+
+    def settings(self, inputs: Sequence[Any], /) -> tuple[Any, ...]:
+        """Return what a plan depends on besides the layouts of inputs."""
+
+    def rows(self, chain: Chain, inputs: Sequence[Any], spent: tuple[int, ...], /) -> Plan | None:
+        """Return a plan for a chain over rows; None if it is to run kernel by kernel.
+
+        spent: the indices of inputs that nothing reaches after a call.
+        """
+
+    def followed(self, followed: Followed, inputs: Sequence[Any], spent: tuple[int, ...], /) -> Plan | None:
+        """Return a plan for a contraction and the map after it; None if they are to run one after the other."""
 
 
 CPU: Final[Target] = CpuTarget()

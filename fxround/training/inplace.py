@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxround.graph.dialect import POINTWISE, Fused, Pointwise, read_map
 from fxround.graph.dtypes import dtype_of
-from fxround.runtime.schedule.groups import map_of
+from fxround.runtime.operands import map_of
 from fxround.runtime.several import Several
 
 

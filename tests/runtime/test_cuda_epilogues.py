@@ -14,10 +14,10 @@ from cuda_host import HostLauncher
 from torch import Tensor, fx
 
 from benchmarks.cuda import texts_of
-from fxround.runtime.cuda import contraction
+from fxround.runtime.cuda import contraction, epilogues
 from fxround.runtime.cuda.contraction import Tile
 from fxround.runtime.cuda.launcher import launching
-from fxround.runtime.schedule import epilogues, schedule
+from fxround.runtime.schedule import schedule
 from fxround.runtime.schedule.epilogues import Epilogue
 
 RNE = "binary32/nearest_even/inf"

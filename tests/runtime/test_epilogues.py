@@ -18,9 +18,9 @@ import fxround
 from fxround.graph.dialect import CALLS
 from fxround.runtime import buffers
 from fxround.runtime.cpu import contraction as contractions
-from fxround.runtime.cpu import matmul
+from fxround.runtime.cpu import epilogues, matmul
 from fxround.runtime.cpu.begin import begin
-from fxround.runtime.schedule import epilogues, schedule
+from fxround.runtime.schedule import schedule
 from fxround.runtime.schedule.epilogues import Epilogue, join_epilogues
 
 RNE = "binary32/nearest_even/inf"

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fxround.runtime import buffers, contractions
-from fxround.runtime.cpu import contraction, planes
-from fxround.runtime.schedule import row_chains
+from fxround.runtime.cpu import contraction, planes, row_chains
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

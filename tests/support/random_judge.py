@@ -36,9 +36,9 @@ from fxround.passes.partition import partition
 from fxround.passes.rewrite import decided
 from fxround.policy import Policy
 from fxround.runtime import buffers
-from fxround.runtime.cpu import pointwise
+from fxround.runtime.cpu import epilogues, pointwise, row_chains
 from fxround.runtime.random_state import random_state
-from fxround.runtime.schedule import epilogues, row_chains, schedule
+from fxround.runtime.schedule import schedule
 
 _MEMORY: Mapping[str, Any] = {
     "f32": np.float32,

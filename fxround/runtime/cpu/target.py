@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from fxround.graph.dialect import Call, Fused, Pointwise
 from fxround.runtime.contractions import Product
 from fxround.runtime.cpu.begin import begin
 from fxround.runtime.cpu.blocks import run_blocks
+from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import begin_product
+from fxround.runtime.cpu.epilogues import plan_followed
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.iterations import iterations
 from fxround.runtime.cpu.llvm.map import MAX_DIMS
@@ -16,6 +22,7 @@ from fxround.runtime.cpu.long_programs import run_parts
 from fxround.runtime.cpu.matmul import run_chain
 from fxround.runtime.cpu.pointwise import run_kernel, run_part
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
+from fxround.runtime.cpu.row_chains import plan_rows
 from fxround.runtime.cpu.scatter import run_scatter
 from fxround.runtime.cpu.several import run_several
 from fxround.runtime.draw import NO_KEY, Draw
@@ -35,6 +42,8 @@ class CpuTarget:
     scatter = staticmethod(run_scatter)
     product_of = staticmethod(run_chain)
     iterations = staticmethod(iterations)
+    rows = staticmethod(plan_rows)
+    followed = staticmethod(plan_followed)
 
     def takes_parts(self, x: Tensor) -> bool:
         """Return whether a map has code for x, whatever its strides are."""
@@ -64,3 +73,7 @@ class CpuTarget:
     def product(self, product: Product) -> Tensor:
         """Compute a contraction."""
         return begin_product(product).finish()
+
+    def settings(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the instruction set and the number of threads."""
+        return current_set(), torch.get_num_threads()

@@ -190,22 +190,29 @@ def _weight_gradient(call: ConvolutionWeightGradient[Tensor]) -> Product:
     return weight_gradient(call)
 
 
-BEGUN: Final[dict[type[Call[Any]], Callable[[Any], Product | Tensor]]] = {
+_BEGUN: Final[dict[type[Call[Any]], Callable[[Any], Product | Tensor]]] = {
     Matmul: _matmul,
     Convolution: lambda call: _plain(convolution(call)),
     ConvolutionInputGradient: lambda call: _plain(input_gradient(call)),
     ConvolutionWeightGradient: _weight_gradient,
 }
-"""What computes each contraction; a result without elements is made at once."""
+
+
+def begun(call: Call[Tensor]) -> Product | Tensor:
+    """Begin a contraction; a subclass of a call's class begins as that does. Raises TypeError for one without a text.
+
+    A result without elements is made at once.
+    """
+    begin = _BEGUN.get(CALLS[call.overload])
+    if begin is None:
+        raise TypeError(f"{call.name}: no kernel for CUDA tensors; move its operands to the CPU")
+    return begin(call)
 
 
 def run(call: Call[Tensor]) -> Tensor:
-    """Run a contraction; a subclass of a call's class runs as that does. Raises TypeError for one that has no text."""
-    begin = BEGUN.get(CALLS[call.overload])
-    if begin is None:
-        raise TypeError(f"{call.name}: no kernel for CUDA tensors; move its operands to the CPU")
-    begun = begin(call)
-    return begun if isinstance(begun, Tensor) else run_product(begun)
+    """Run a contraction."""
+    product = begun(call)
+    return product if isinstance(product, Tensor) else run_product(product)
 
 
 def run_chain(call: Matmul[Tensor], kernel: Contract) -> Tensor:

@@ -123,3 +123,9 @@ def device_of(tensors: Sequence[Tensor], what: str) -> torch.device:
         listed = ", ".join(sorted(map(str, devices | strangers)))
         raise ValueError(f"{what}: got operands on {listed}; expected one device (move them with .to(device))")
     return devices.pop()
+
+
+def device_among(values: Sequence[Any]) -> torch.device:
+    """The CUDA device of the first tensor that is on one; that of the first tensor if none is."""
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return next((x.device for x in tensors if x.is_cuda), tensors[0].device)

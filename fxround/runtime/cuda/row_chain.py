@@ -20,7 +20,7 @@ from fxround.runtime.cuda.cpp.common import preamble
 from fxround.runtime.cuda.cpp.contract import SHAPE
 from fxround.runtime.cuda.cpp.map import MAX_DIMS, Access
 from fxround.runtime.cuda.cpp.row_chain import Operand, RowChain, RowStage, row_chain_text
-from fxround.runtime.cuda.launcher import Text, device_of, for_device, launch
+from fxround.runtime.cuda.launcher import Text, device_among, device_of, for_device, launch
 from fxround.runtime.cuda.pointwise import on_device
 from fxround.runtime.draw import Draw
 from fxround.runtime.layouts import collapse, expanded
@@ -36,6 +36,8 @@ class RowsCall:
     results     the shape and the dtype of each result
     rows        the rows, and those of a block
     nodes       the numbers of the nodes that draw
+    spent       the inputs that nothing reaches after the call
+    chain       the chain
     """
 
     text: Text
@@ -44,8 +46,10 @@ class RowsCall:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     rows: tuple[int, int]
     nodes: tuple[int, ...]
+    spent: tuple[int, ...]
+    chain: Chain
 
-    def run(self, chain: Chain, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Launch the text and return the results."""
         device = device_of([inputs[i] for i in self.operands], "a chain of pointwise operators and sums over rows")
         operands = [on_device(inputs[i], device) for i in self.operands]
@@ -53,18 +57,17 @@ class RowsCall:
             results = [buffers.empty(shape, dtype, device) for shape, dtype in self.results]
         except torch.OutOfMemoryError as error:
             raise buffers.out_of_memory(error, "a softmax, norm or other chain over rows", operands) from error
-        draw = Draw.unread(inputs[chain.rng], 0) if self.nodes else Draw()
+        draw = Draw.unread(inputs[self.chain.rng], 0) if self.nodes else Draw()
         key = key_of(draw.words(self.nodes or (0,)), draw.state, device)
         blocks = -(-self.rows[0] // self.rows[1])
         launch(self.text, blocks, [self.layout, *results, *operands, *key], device)
+        buffers.release(*(inputs[i] for i in self.spent))
         return results
 
 
-def plan_rows(chain: Chain, inputs: Sequence[Tensor], device: torch.device) -> RowsCall | None:
-    """The call for inputs of these layouts; None if the chain is to run kernel by kernel.
-
-    device: the one that it will run on.
-    """
+def plan_rows(chain: Chain, inputs: Sequence[Tensor], spent: tuple[int, ...]) -> RowsCall | None:
+    """The call for inputs of these layouts; None if the chain is to run kernel by kernel."""
+    device = device_among(inputs)
     # The random state is no operand; the other values keep their order.
     place = {i: i - (i > chain.rng) for i in range(chain.inputs + sum(len(s.results) for s in chain.stages))}
     shapes = {i: tuple(x.shape) for i, x in enumerate(inputs)}
@@ -96,7 +99,8 @@ def plan_rows(chain: Chain, inputs: Sequence[Tensor], device: torch.device) -> R
     text = Text(row_chain.name, lambda: preamble(SHAPE) + row_chain_text(row_chain), row_chain.threads, True)
     first = layout(rows, [*sizes, whole[-1]], [[*step, each[-1]] for step, each in zip(steps, own, strict=True)])
     results = tuple((shapes[i], dtypes[i]) for i in chain.stored)
-    return RowsCall(text, first, used, results, (rows, row_chain.threads // row_chain.group), _nodes(chain, stages))
+    per_block = row_chain.threads // row_chain.group
+    return RowsCall(text, first, used, results, (rows, per_block), _nodes(chain, stages), spent, chain)
 
 
 def _kernel(stage: ChainedKernel, dtypes: Sequence[torch.dtype]) -> Map | Reduce | Exact:

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from fxround.kernels.kinds import Blocks, Map
 from fxround.runtime.cuda.contraction import run, run_chain, run_product
+from fxround.runtime.cuda.epilogues import plan_followed
 from fxround.runtime.cuda.iterations import iterations
+from fxround.runtime.cuda.launcher import device_among, has_slow_binary64
 from fxround.runtime.cuda.pointwise import fused, pointwise, run_kernel
 from fxround.runtime.cuda.reduction import run_reduce, run_scan, run_scatter
+from fxround.runtime.cuda.row_chain import plan_rows
 from fxround.runtime.cuda.several import run_several
 
 
@@ -30,6 +33,8 @@ class CudaTarget:
     fused = staticmethod(fused)
     contraction = staticmethod(run)
     iterations = staticmethod(iterations)
+    rows = staticmethod(plan_rows)
+    followed = staticmethod(plan_followed)
 
     def takes_parts(self, x: Tensor) -> bool:
         """Return that no map runs on a part of x with the numbers that elements have in x."""
@@ -46,3 +51,7 @@ class CudaTarget:
     ) -> Tensor | None:
         """Return None: there is no text for blocks."""
         return None
+
+    def settings(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return whether texts should avoid binary64."""
+        return (has_slow_binary64(device_among(inputs)),)

@@ -9,19 +9,20 @@ without a module is copied.
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxround.graph.dialect import Call, Fused, ProgramCall
-from fxround.graph.dtypes import LOADS
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
 from fxround.graph.values import copy_node, module_of
-from fxround.kernels.kinds import Map
-from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.target import Plan, Target, target_of
+
+_MANY: Final = 32
+_UNKNOWN: Final = "not planned yet"
 
 
 class Part(nn.Module):
@@ -30,6 +31,38 @@ class Part(nn.Module):
     def __call__(self, *inputs: Any) -> Any:
         """Return what ``forward`` returns."""
         return self.forward(*inputs)
+
+
+class PlannedPart(Part):
+    """A part that runs by a target's plan for inputs of given layouts; where there is none, as its graph says.
+
+    whole       the graph
+    spent       the indices of inputs that nothing reaches after a call; the schedule sets them
+    """
+
+    def __init__(self, whole: fx.GraphModule) -> None:
+        super().__init__()
+        self.whole = whole
+        self.spent: tuple[int, ...] = ()
+        self.plans: dict[Any, Plan | None] = {}
+
+    @abstractmethod
+    def plan(self, target: Target, inputs: Sequence[Any]) -> Plan | None:
+        """Return the plan for inputs of these layouts; None if the part is to run as its graph says."""
+
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        """Run by the plan, or as the graph says: the same bits."""
+        target = target_of(inputs)
+        # Everything that the plan depends on; addresses are passed with each call.
+        layouts = ((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
+        key = (target, *target.settings(inputs), *layouts)
+        plan = self.plans.get(key, _UNKNOWN)
+        if isinstance(plan, str):
+            plan = self.plan(target, inputs)
+            if len(self.plans) > _MANY:
+                self.plans.clear()
+            self.plans[key] = plan
+        return list(self.whole.forward(*inputs)) if plan is None else plan.run(inputs)
 
 
 def grouped(
@@ -84,17 +117,3 @@ def is_operand(node: fx.Node) -> bool:
     """Whether a kernel can read the node: a float or a mask."""
     value = node.meta.get("val")
     return float_value(node) is not None or (isinstance(value, Tensor) and value.dtype == torch.bool)
-
-
-def key_of(call: Call[fx.Node], rng: Tensor, draws: bool = True) -> Any:
-    """The random key of a kernel's call. draws: whether the kernel uses it."""
-    if not draws:
-        return NO_KEY
-    if isinstance(call, Fused):
-        return Draw.of(rng, 0).keys(call.nodes)
-    return Draw.of(rng, call.node).key()  # type: ignore[attr-defined]
-
-
-def map_of(call: ProgramCall[fx.Node], operands: Sequence[Tensor]) -> Map | None:
-    """The kernel of a map over these operands; None for a program that runs in parts."""
-    return call.kernel(tuple(LOADS[x.dtype] for x in operands))
