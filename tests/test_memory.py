@@ -24,7 +24,7 @@ import fxround
 from fxround.runtime import contractions, memo
 from fxround.runtime.contractions import TABLES
 from fxround.runtime.cpu import matmul, planes
-from fxround.runtime.schedule.straight import _StraightPlanner
+from fxround.runtime.cpu.plans.straight import StraightPlanner
 
 RNG = torch.tensor([3, 1])
 TEXTS = ("binary32/nearest_even/inf",) * 2
@@ -247,15 +247,15 @@ def test_a_call_leaves_none_of_its_values(name: str, layers: str, monkeypatch: p
     compiled = fxround.compile(model, "mxfp8" if layers == "mxfp8" else "stochastic")
     kept = {p.untyped_storage()._cdata for p in model.parameters()}
     planned: list[StorageWeakRef] = []
-    at_home = _StraightPlanner._at_home
+    at_home = StraightPlanner._at_home
 
-    def watched(planner: _StraightPlanner, x: Tensor) -> Any:
+    def watched(planner: StraightPlanner, x: Tensor) -> Any:
         # Parameters stay, and so do seed and sample.
         if x.untyped_storage()._cdata not in kept and x.dtype != torch.int64:
             planned.append(StorageWeakRef(x.untyped_storage()))
         return at_home(planner, x)
 
-    monkeypatch.setattr(_StraightPlanner, "_at_home", watched)
+    monkeypatch.setattr(StraightPlanner, "_at_home", watched)
     assert not _outlive(lambda: _CALLS[name](compiled, torch.rand(2, 4)))
     assert planned and not _alive(planned)
 

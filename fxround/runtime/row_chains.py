@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 from torch import fx
 
-from fxround.graph.dialect import Call
+from fxround.graph.dialect import MAPS, Call
 from fxround.kernels.kinds import Exact, Reduce
 from fxround.kernels.reductions import largest_kernel
 from fxround.numerics.formats.storage import Storage
+from fxround.operators.rules import argument
+
+LARGEST: Final = torch.ops.aten.amax.default
 
 
 @dataclass(frozen=True)
@@ -42,3 +48,15 @@ class Chain:
     inputs: int
     rng: int
     stored: tuple[int, ...]
+
+
+def is_largest_of_rows(node: fx.Node, dims: int) -> bool:
+    """Whether a maximum is that of rows, is kept with size 1, and may be a zero of either sign (``largest_kernel``)."""
+    rows = argument(node, "keepdim") and is_last(argument(node, "dim"), dims)
+    # Only our own maps may read such a zero.
+    return rows and all(user.target in MAPS for user in node.users)
+
+
+def is_last(reduced: Sequence[int], dims: int) -> bool:
+    """Whether the reduced dimensions are the last of ``dims`` alone; none are named for a maximum of all elements."""
+    return dims > 0 and [d % dims for d in reduced] == [dims - 1]

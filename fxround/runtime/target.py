@@ -6,22 +6,25 @@ CPU's is in ``cpu``, that of CUDA devices in ``cuda``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxround.graph.dialect import Call, Fused, Iterations, Matmul, Pointwise
 from fxround.kernels.kinds import Blocks, Contract, Exact, Map, Reduce, Scan, Scatter
 from fxround.runtime.contractions import Product
 from fxround.runtime.contributions import Contributions
 from fxround.runtime.cpu.target import CpuTarget
-from fxround.runtime.cuda.launcher import runs_texts
-from fxround.runtime.cuda.target import CudaTarget
+from fxround.runtime.cuda.launcher import forces_texts, runs_texts
 from fxround.runtime.draw import Draw
-from fxround.runtime.epilogues import Followed
-from fxround.runtime.row_chains import Chain
 from fxround.runtime.several import Several
+
+if TYPE_CHECKING:
+    from fxround.runtime.call_programs import Computed
+    from fxround.runtime.epilogues import Followed
+    from fxround.runtime.row_chains import Chain
 
 
 class Plan(Protocol):
@@ -29,6 +32,16 @@ class Plan(Protocol):
 
     def run(self, inputs: Sequence[Any], /) -> list[Tensor]:
         """Return the part's results, and release its spent inputs."""
+
+
+class Scans(Protocol):
+    """How a target does scans of a body."""
+
+    def run(self, operands: Sequence[Any], empty: Callable[..., Tensor], /) -> list[Any] | None:
+        """Return the last carries and the stacked results; None if the body is to be called for each step.
+
+        empty: makes a tensor of a shape and a dtype.
+        """
 
 
 class Target(Protocol):
@@ -100,13 +113,38 @@ class Target(Protocol):
     def followed(self, followed: Followed, inputs: Sequence[Any], spent: tuple[int, ...], /) -> Plan | None:
         """Return a plan for a contraction and the map after it; None if they are to run one after the other."""
 
+    def scans(self, body: fx.GraphModule, carries: int, xs: int, stacked: Sequence[int], /) -> Scans | None:
+        """Return what does scans of a body as a whole; None if the body is to be called for each step.
+
+        stacked: the positions of the results that are stacked.
+        """
+
+    def program(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], functions: Mapping[Any, Callable[..., Any]], /
+    ) -> Computed | None:
+        """Run a graph, and plan its calls for small inputs; None if its values are large, or nothing is planned.
+
+        functions: those of the operators of the dialect.
+        """
+
 
 CPU: Final[Target] = CpuTarget()
-CUDA: Final[Target] = CudaTarget()
+
+
+@cache
+def cuda() -> Target:
+    """Return the target of CUDA devices, whose modules nothing else needs."""
+    from fxround.runtime.cuda.target import CudaTarget
+
+    return CudaTarget()
+
+
+# Whether this thread's calls run on one target, wherever their operands are.
+is_forced: Final = forces_texts
 
 
 def target_of(operands: Sequence[Any]) -> Target:
     """Return what runs a call with these operands. Arguments that are no tensors do not count."""
     if runs_texts(operands):
-        return CUDA
+        return cuda()
     return CPU

@@ -17,7 +17,8 @@ from torch._higher_order_ops import scan
 
 import fxround
 from fxround.runtime import buffers
-from fxround.runtime.schedule import loops, machine_loops
+from fxround.runtime.cpu.plans import machine_loops
+from fxround.runtime.schedule import loops
 
 
 @contextlib.contextmanager

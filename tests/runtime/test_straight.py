@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxround
 from fxround.policy import Policy, Rule
 from fxround.runtime import buffers
+from fxround.runtime.call_programs import _BINDINGS, CallPlan, Run
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.schedule.call_programs import _BINDINGS, CallPlan, Run
+from fxround.runtime.cpu.plans.segments import Segment
+from fxround.runtime.cpu.plans.straight import program
 from fxround.runtime.schedule.loops import ScanPart
-from fxround.runtime.schedule.segments import Segment
-from fxround.runtime.schedule.straight import SOURCE, Straight, plan_of
+from fxround.runtime.schedule.straight import SOURCE, Straight
+from fxround.runtime.torch_ops import KERNELS
 
 
 class Views(nn.Module):
@@ -364,9 +366,11 @@ def test_a_call_without_its_assumptions_starts_again() -> None:
     y.args = (*y.args, torch.float32, graph.placeholder("rng"), 0)
     graph.output((y, filled))
     whole = fx.GraphModule({}, graph)
-    program, rng = plan_of(whole, (torch.ones(2), torch.zeros(2, dtype=torch.int64))), torch.zeros(2, dtype=torch.int64)
-    assert program is not None and program.run((torch.ones(2), rng)) is not None
-    assert program.run((torch.full((2,), 4.0), rng)) is None
+    rng = torch.zeros(2, dtype=torch.int64)
+    computed = program(whole, (torch.ones(2), rng), KERNELS)
+    assert computed is not None and computed.plan is not None
+    assert computed.plan.run((torch.ones(2), rng)) is not None
+    assert computed.plan.run((torch.full((2,), 4.0), rng)) is None
     whole.meta[SOURCE] = whole
     straight = Straight(whole)
     for value in (1.0, 1.0, 4.0):

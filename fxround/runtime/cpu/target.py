@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxround.graph.dialect import Call, Fused, Pointwise
 from fxround.runtime.contractions import Product
@@ -14,7 +14,6 @@ from fxround.runtime.cpu.begin import begin
 from fxround.runtime.cpu.blocks import run_blocks
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import begin_product
-from fxround.runtime.cpu.epilogues import plan_followed
 from fxround.runtime.cpu.exact_sum import run_exact
 from fxround.runtime.cpu.iterations import iterations
 from fxround.runtime.cpu.llvm.map import MAX_DIMS
@@ -22,15 +21,22 @@ from fxround.runtime.cpu.long_programs import run_parts
 from fxround.runtime.cpu.matmul import run_chain
 from fxround.runtime.cpu.pointwise import run_kernel, run_part
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
-from fxround.runtime.cpu.row_chains import plan_rows
 from fxround.runtime.cpu.scatter import run_scatter
 from fxround.runtime.cpu.several import run_several
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import loads_of_call
 
+if TYPE_CHECKING:
+    from fxround.runtime.call_programs import Computed
+    from fxround.runtime.cpu.epilogues import Stepping
+    from fxround.runtime.cpu.plans.machine_loops import ScanPlans
+    from fxround.runtime.cpu.row_chains import Ranges
+    from fxround.runtime.epilogues import Followed
+    from fxround.runtime.row_chains import Chain
+
 
 class CpuTarget:
-    """The CPU."""
+    """The CPU. What plans is imported when a schedule asks for it."""
 
     map = staticmethod(run_kernel)
     part = staticmethod(run_part)
@@ -42,8 +48,6 @@ class CpuTarget:
     scatter = staticmethod(run_scatter)
     product_of = staticmethod(run_chain)
     iterations = staticmethod(iterations)
-    rows = staticmethod(plan_rows)
-    followed = staticmethod(plan_followed)
 
     def takes_parts(self, x: Tensor) -> bool:
         """Return whether a map has code for x, whatever its strides are."""
@@ -77,3 +81,29 @@ class CpuTarget:
     def settings(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the instruction set and the number of threads."""
         return current_set(), torch.get_num_threads()
+
+    def rows(self, chain: Chain, inputs: Sequence[Any], spent: tuple[int, ...]) -> Ranges | None:
+        """Plan a chain in ranges of rows."""
+        from fxround.runtime.cpu.row_chains import plan_rows
+
+        return plan_rows(chain, inputs, spent)
+
+    def followed(self, followed: Followed, inputs: Sequence[Any], spent: tuple[int, ...]) -> Stepping | None:
+        """Plan a contraction and the map after it in steps."""
+        from fxround.runtime.cpu.epilogues import plan_followed
+
+        return plan_followed(followed, inputs, spent)
+
+    def scans(self, body: fx.GraphModule, carries: int, xs: int, stacked: Sequence[int]) -> ScanPlans:
+        """Return what runs all steps of a scan in machine code."""
+        from fxround.runtime.cpu.plans.machine_loops import ScanPlans
+
+        return ScanPlans(body, carries, xs, stacked)
+
+    def program(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], functions: Mapping[Any, Callable[..., Any]]
+    ) -> Computed | None:
+        """Run a graph, and plan its calls with consecutive kernels in one call of machine code."""
+        from fxround.runtime.cpu.plans.straight import program
+
+        return program(graph, inputs, functions)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxround.kernels.kinds import Blocks, Map
 from fxround.runtime.cuda.contraction import run, run_chain, run_product
@@ -55,3 +55,11 @@ class CudaTarget:
     def settings(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return whether texts should avoid binary64."""
         return (has_slow_binary64(device_among(inputs)),)
+
+    def scans(self, body: fx.GraphModule, carries: int, xs: int, stacked: Sequence[int]) -> None:
+        """Return None: the body is called for each step."""
+
+    def program(
+        self, graph: fx.GraphModule, inputs: Sequence[Any], functions: Mapping[Any, Callable[..., Any]]
+    ) -> None:
+        """Return None: kernels are launched one by one."""

@@ -18,7 +18,7 @@ from fxround.graph.dialect import COND, SCAN, loops_of, read_loop
 from fxround.graph.values import module_of, outputs_of
 from fxround.runtime import buffers
 from fxround.runtime.schedule.groups import Part
-from fxround.runtime.schedule.machine_loops import ScanPlans, scanned
+from fxround.runtime.target import Scans, Target, target_of
 
 
 def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body]) -> fx.GraphModule:
@@ -83,7 +83,7 @@ class ScanPart(RepeatedPart):
         super().__init__()
         self.body, self.carries, self.xs = body, carries, xs
         self.stacked = tuple(i for i in range(carries, len(body.own)) if i in used)
-        self.plans = ScanPlans(body.source, carries, xs, self.stacked)
+        self.scans: dict[Target, Scans | None] = {}
 
     def forward(self, *operands: Any) -> list[Any]:
         """Return the last carries and the stacked results; None for a result that nothing reads."""
@@ -92,7 +92,7 @@ class ScanPart(RepeatedPart):
         length = int(xs[0].shape[0])
         if length == 0:
             raise FxroundError("a loop over tensors of length 0 has no result: expected at least one step")
-        whole = scanned(self.plans, operands, buffers.empty)
+        whole = scanned(self, operands)
         if whole is not None:
             return whole
         run, own = self.body.run, self.body.own
@@ -113,6 +113,15 @@ class ScanPart(RepeatedPart):
             mine = list(own[: self.carries])
         results[: self.carries] = [c if m else _copied(c) for c, m in zip(carries, mine, strict=True)]
         return results
+
+
+def scanned(part: ScanPart, operands: Sequence[Any]) -> list[Any] | None:
+    """Return the results of a scan that a target does as a whole; None if its body is to be called for each step."""
+    target = target_of(operands)
+    if target not in part.scans:
+        part.scans[target] = target.scans(part.body.source, part.carries, part.xs, part.stacked)
+    scans = part.scans[target]
+    return None if scans is None else scans.run(operands, buffers.empty)
 
 
 class ChoicePart(RepeatedPart):

@@ -16,19 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from torch import fx
 
 from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Sum, read, read_map
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
 from fxround.kernels import from_text
-from fxround.operators.rules import argument
-from fxround.runtime.row_chains import Chain, ChainedKernel
+from fxround.runtime.row_chains import LARGEST, Chain, ChainedKernel, is_largest_of_rows, is_last
 from fxround.runtime.schedule.groups import PlannedPart, grouped, is_operand, subgraph
 from fxround.runtime.target import Plan, Target
 
-LARGEST: Final = torch.ops.aten.amax.default
 _LONGEST: Final = 32
 
 
@@ -76,21 +73,9 @@ def _reduces_rows(node: fx.Node, dims: int) -> bool:
     """Whether a node reduces the last dimension alone and keeps it with size 1."""
     call = read(node)
     if isinstance(call, Sum):
-        rows = call.keepdim and _is_last(call.dims, dims)
+        rows = call.keepdim and is_last(call.dims, dims)
         return rows and from_text.order(call.order).kind != "exact"
     return is_largest_of_rows(node, dims)
-
-
-def is_largest_of_rows(node: fx.Node, dims: int) -> bool:
-    """Whether a maximum is that of rows, is kept with size 1, and may be a zero of either sign (``largest_kernel``)."""
-    rows = argument(node, "keepdim") and _is_last(argument(node, "dim"), dims)
-    # Only our own maps may read such a zero.
-    return rows and all(user.target in MAPS for user in node.users)
-
-
-def _is_last(reduced: Sequence[int], dims: int) -> bool:
-    """Whether the reduced dimensions are the last of ``dims`` alone; none are named for a maximum of all elements."""
-    return dims > 0 and [d % dims for d in reduced] == [dims - 1]
 
 
 def gather_rows(graph: fx.GraphModule) -> fx.GraphModule:

@@ -33,7 +33,7 @@ from fxround.runtime.cpu.reduction import reduction_for
 from fxround.runtime.cpu.threads import pieces_of
 from fxround.runtime.draw import NO_KEY, Draw
 from fxround.runtime.operands import loads_of
-from fxround.runtime.schedule.row_chains import LARGEST, is_largest_of_rows
+from fxround.runtime.row_chains import LARGEST, is_largest_of_rows
 
 aten = torch.ops.aten
 VIEWS: Final = frozenset(

@@ -24,11 +24,10 @@ from fxround.graph.values import outputs_of
 from fxround.runtime.cpu.code import address_of, current_set, native, signature
 from fxround.runtime.cpu.contraction import Code, Work
 from fxround.runtime.cpu.llvm.repeat import HEADER, KERNEL, MOST, build_repeat
+from fxround.runtime.cpu.plans.copies import CopyingPlanner
+from fxround.runtime.cpu.plans.launches import SIZES, Flag, KeyAddress, Launch, NoPlan, Space, Value
+from fxround.runtime.cpu.plans.stock_arithmetic import as_program
 from fxround.runtime.cpu.pointwise import addresses, array
-from fxround.runtime.cuda.launcher import runs_texts
-from fxround.runtime.schedule.copies import CopyingPlanner
-from fxround.runtime.schedule.launches import SIZES, Flag, KeyAddress, Launch, NoPlan, Space, Value
-from fxround.runtime.schedule.stock_arithmetic import as_program
 
 _REPEAT: Final = signature(2, 2)
 # Steps between which a signal is handled.
@@ -331,7 +330,12 @@ class ScanPlans:
         self._plans: dict[Any, list[ScanPlan] | None] = {}
 
     def run(self, operands: Sequence[Any], empty: Callable[..., Tensor]) -> list[Any] | None:
-        """Return the results; None if there is no plan."""
+        """Return the last carries and the stacked results; None if there is no plan.
+
+        empty: makes a tensor of a shape and a dtype.
+        """
+        if not all(x.is_cpu for x in operands if isinstance(x, Tensor)):
+            return None
         key = (current_set(), torch.get_num_threads(), *map(self._layout, range(len(operands)), operands))
         if key not in self._plans:
             if len(self._plans) >= _LAYOUTS:
@@ -368,13 +372,3 @@ class ScanPlans:
                 return [ScanPlanner(self.body, operands, self.carries, self.xs).plan(self.stacked)]
         except NoPlan:
             return None
-
-
-def scanned(plans: ScanPlans, operands: Sequence[Any], empty: Callable[..., Tensor]) -> list[Any] | None:
-    """Return the last carries and the stacked results of a scan; None if its body does not run in machine code.
-
-    empty: makes a tensor of a shape and a dtype.
-    """
-    if runs_texts(operands) or not all(x.is_cpu for x in operands if isinstance(x, Tensor)):
-        return None
-    return plans.run(operands, empty)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from fxround.graph.generated_code import forget_source_of
 from fxround.numerics.lazy import cached_property
 from fxround.runtime import buffers
-from fxround.runtime.schedule.segments import Segment
 
 _ATEN: Final = torch.ops.aten
 # The functions of ``torch`` that make the same call as an operator of that name, in less time.
@@ -68,6 +67,13 @@ class PythonCall:
             graph.call_function(_requirement(self.expected), (result,))
         for i, slot in enumerate(self.results):
             slots[slot] = graph.call_function(operator.getitem, (result, i)) if self.parts else result
+
+
+class Segment(Protocol):
+    """Kernels in one call of machine code."""
+
+    def run(self, outside: Sequence[Tensor], rng: Tensor | None, /) -> None:
+        """Run the kernels on what they read and make outside of the segment."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,14 @@ class CallPlan:
         forget_source_of(written.__code__)
         function: Callable[..., Any] = written
         return function
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a graph returned while its calls were planned; plan: None if there is nothing to gain."""
+
+    results: Any
+    plan: CallPlan | None
 
 
 def _filled(arg: Any, slots: Mapping[int, fx.Node]) -> Any:

@@ -17,9 +17,9 @@ from torch import Tensor
 from fxround.runtime.cpu.code import address_of, native, signature
 from fxround.runtime.cpu.llvm.repeat import MOST
 from fxround.runtime.cpu.llvm.straight import build_straight
+from fxround.runtime.cpu.plans.launches import Flag, KeyAddress, Launch, Space, Value
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.draw import Draw
-from fxround.runtime.schedule.launches import Flag, KeyAddress, Launch, Space, Value
 
 _STRAIGHT: Final = signature(2, 3)
 _LINE: Final = 64

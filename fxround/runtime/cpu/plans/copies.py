@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from fxround.graph.dtypes import STORAGES
 from fxround.operators.rules import CONSTANTS, argument
-from fxround.runtime.schedule.launches import VIEWS, NoPlan, Planner, Value
-from fxround.runtime.schedule.step_memory import StepMemory, memory_of
+from fxround.runtime.cpu.plans.launches import VIEWS, NoPlan, Planner, Value
+from fxround.runtime.cpu.plans.step_memory import StepMemory, memory_of
 
 aten = torch.ops.aten
 _EMPTY: Final = (
