@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fxround.capture.processes import share_of
 from fxround.capture.torch_private import capturing
 from fxround.errors import CaptureError
 from fxround.numerics.arithmetic.randomness import Part as Place
@@ -75,7 +76,8 @@ class Part:
         shape, dim, first = self.whole, self.dim, 0
         if self.parallel is not None and self.parallel.placements[0].is_shard():
             shape, dim = self.parallel.tensor_meta.shape, self.parallel.placements[0].dim
-            first = self.parallel.mesh.get_local_rank() * self.whole[dim] * shape[dim + 1 :].numel()
+            mesh = self.parallel.mesh
+            first = share_of(shape[dim], mesh.size(), mesh.get_local_rank()).first * shape[dim + 1 :].numel()
         first += start * shape[self.dim + 1 :].numel()
         length = rows if dim == self.dim else self.whole[dim]
         inner = shape[dim + 1 :].numel()

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from fxround.errors import CaptureError
 from fxround.graph.dialect import graphs_of
-from fxround.graph.site import SHARING, Sharing
+from fxround.graph.site import SHARING, Share, Sharing
 from fxround.graph.values import evaluate
 
 # The attribute of a DTensor that is the part of this process.
@@ -45,18 +45,17 @@ torch.library.register_fake("fxround::sum_of_processes", lambda x, group, proces
 SUM_OF_PROCESSES: Final = torch.ops.fxround.sum_of_processes.default
 
 # The same tensor, with a note for the passes: what this process has of a value that several processes share.
-LIBRARY.define("shared(Tensor x, int dim, int size) -> Tensor")
-LIBRARY.impl("shared", lambda x, dim, size: x.clone(), "CompositeExplicitAutograd")
+LIBRARY.define("shared(Tensor x, int? dim, int? size, int[] uneven) -> Tensor")
+LIBRARY.impl("shared", lambda x, dim, size, uneven: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake(
-    "fxround::shared", lambda x, dim, size: x.new_empty_strided(x.shape, x.stride()), lib=LIBRARY
+    "fxround::shared", lambda x, dim, size, uneven: x.new_empty_strided(x.shape, x.stride()), lib=LIBRARY
 )
 _SHARED: Final = torch.ops.fxround.shared.default
-_WHOLE: Final = -1
 
 
-def noted(x: Tensor, dim: int | None, size: int | None = None) -> Tensor:
+def noted(x: Tensor, dim: int | None, size: int | None = None, uneven: Share | None = None) -> Tensor:
     """Return a tensor with a note of what this process has of it (``site.Sharing``)."""
-    return _SHARED(x, _WHOLE if dim is None else dim, 0 if size is None else size)  # type: ignore[no-any-return]
+    return _SHARED(x, dim, size, uneven or ())  # type: ignore[no-any-return]
 
 
 def apart(x: Tensor) -> Tensor:
@@ -120,24 +119,28 @@ def mesh_of(model: nn.Module) -> Any:
             raise CaptureError(
                 f"{name} is a DTensor on {mesh}, another parameter on {meshes[0]}: fxround computes with one mesh"
             )
-        _require_even(name, tensor, placements[0], mesh.size())
+        if not (placements[0].is_replicate() or _is_plain_shard(placements[0])):
+            raise CaptureError(f"{name} is a DTensor with the placement {placements[0]}; expected Shard or Replicate")
         meshes.append(mesh)
     return meshes[0] if meshes else None
 
 
-def _require_even(name: str, tensor: Any, placement: Any, processes: int) -> None:
-    """Raise CaptureError unless each process holds all of a tensor, or an equal part of one of its dimensions."""
-    if placement.is_replicate():
-        return
-    if not _is_plain_shard(placement):
-        raise CaptureError(f"{name} is a DTensor with the placement {placement}; expected Shard or Replicate")
-    size = tensor.shape[placement.dim]
-    if size % processes:
-        raise CaptureError(
-            f"dimension {placement.dim} of {name} has {size} elements, which {processes} processes cannot share "
-            f"evenly: fxround computes with equal parts. Choose a number of processes that divides {size}, or "
-            f"replicate the layer (leave it out of the plan)."
-        )
+def share_of(size: Any, processes: int, rank: int) -> Share:
+    """Return what a process has of a dimension of this size: as many elements as any, the last ones fewer or none."""
+    if size % processes == 0:  # also of a symbolic size
+        return Share(rank * (size // processes), size // processes, size)
+    most = -(-size // processes)
+    first = min(rank * most, size)
+    return Share(first, min(most, size - first), size)
+
+
+def uneven_share(x: Any, dim: int) -> Share | None:
+    """Return what this process has of a dimension that the processes cannot share evenly; None if they can.
+
+    x: a DTensor, or the spec of one.
+    """
+    size, mesh = x.shape[dim], x.device_mesh
+    return share_of(size, mesh.size(), mesh.get_local_rank()) if size % mesh.size() else None
 
 
 def _is_plain_shard(placement: Any) -> bool:
@@ -207,11 +210,18 @@ def _noted(module: Any) -> Callable[..., Any]:
     original = module.redistribute_local_tensor
 
     def redistribute(local: Any, current: Any, target: Any, **options: Any) -> Any:
-        moved = original(local, current, target, **options)
-        placements = target.placements
-        if len(placements) != 1 or not (placements[0].is_replicate() or _is_plain_shard(placements[0])):
-            return moved
-        return noted(moved, None if placements[0].is_replicate() else placements[0].dim % moved.dim())
+        placement = target.placements[0]
+        if len(target.placements) != 1 or not (placement.is_replicate() or _is_plain_shard(placement)):
+            return original(local, current, target, **options)
+        if placement.is_replicate():
+            return noted(original(local, current, target, **options), None)
+        dim = placement.dim % local.dim()
+        uneven = uneven_share(target, dim)
+        if uneven is not None and current.placements[0].is_replicate():
+            # DTensor makes parts without elements by an operation that one process does not have.
+            taken = local.narrow(dim, uneven.first, uneven.own).clone(memory_format=torch.contiguous_format)
+            return noted(taken, dim, uneven=uneven)
+        return noted(original(local, current, target, **options), dim, uneven=uneven)
 
     return redistribute
 
@@ -231,16 +241,22 @@ def note_sharing(model: nn.Module, graph: fx.GraphModule) -> None:
         if type(base).__name__ not in ("ParamAOTInput", "BufferAOTInput"):
             continue
         owner, _, name = base.target.rpartition(".")
-        placement = getattr(model.get_submodule(owner), name).placements[0]
-        node.meta[SHARING] = Sharing(None if placement.is_replicate() else placement.dim, processes, rank)
+        node.meta[SHARING] = _sharing_of(getattr(model.get_submodule(owner), name))
     for part in graphs_of(graph):
         for node in part.graph.find_nodes(op="call_function", target=_SHARED):
-            source, dim, size = node.args
-            known = Sharing(None if dim == _WHOLE else dim, processes, rank, size or None)
-            source.meta[SHARING] = known
+            source, dim, size, uneven = node.args
+            source.meta[SHARING] = Sharing(dim, processes, rank, size, Share(*uneven) if uneven else None)
             node.replace_all_uses_with(source)
             part.graph.erase_node(node)
         part.recompile()
+
+
+def _sharing_of(parameter: Any) -> Sharing:
+    """Return how processes share a parameter."""
+    mesh, placement = parameter.device_mesh, parameter.placements[0]
+    dim = None if placement.is_replicate() else placement.dim
+    uneven = None if dim is None else uneven_share(parameter, dim)
+    return Sharing(dim, mesh.size(), mesh.get_local_rank(), None, uneven)
 
 
 def _uneven(tensor: Any) -> Iterator[CaptureError]:
@@ -250,8 +266,10 @@ def _uneven(tensor: Any) -> Iterator[CaptureError]:
         if size % processes:
             yield CaptureError(
                 f"{processes} processes cannot share dimension {placement.dim} of a tensor of shape "
-                f"{tuple(map(int, tensor.shape))} evenly: fxround computes with equal parts. Pass sequences whose "
-                f"length is a multiple of {processes} (padded, with a mask or ignore_index)"
+                f"{tuple(map(int, tensor.shape))} evenly, and the model reads the part of this process (to_local), "
+                "which does not show its place in the whole. Let the layer return all features "
+                "(output_layouts=Replicate()) or a DTensor (use_local_output=False); pass sequences whose length is a "
+                f"multiple of {processes} (padded, with a mask or ignore_index)"
             )
 
 
@@ -293,7 +311,8 @@ def part_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
 
     DTensor may compute all of it in every process. Raises CaptureError for a gradient in other parts.
     """
-    if mesh_of(model) is None:
+    shared = mesh_of(model)
+    if shared is None or shared.size() == 1:
         return
     output = graph.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
@@ -303,18 +322,20 @@ def part_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
         if parameter is None or not isinstance(node, fx.Node):
             continue
         shape, own = tuple(node.meta["val"].shape), tuple(parameter._local_tensor.shape)
-        if shape == own:
+        # What one process has may be all of it, if the others have nothing.
+        is_whole = is_part(parameter) and shape == tuple(parameter.shape)
+        if shape == own and not is_whole:
             continue
-        if shape != tuple(parameter.shape):
+        if not is_whole:
             raise CaptureError(
                 f"the gradient of {name} is in parts of shape {shape}, and the parameter in parts of shape {own} "
                 f"({parameter.placements[0]}): let the plan share what the layer reads as it shares its weight"
             )
-        dim = parameter.placements[0].dim
-        begin = parameter.device_mesh.get_local_rank() * own[dim]
+        dim, mesh = parameter.placements[0].dim, parameter.device_mesh
+        begin = share_of(shape[dim], mesh.size(), mesh.get_local_rank()).first
         with graph.graph.inserting_before(output):
             part = graph.graph.call_function(_ATEN.slice.Tensor, (node, dim, begin, begin + own[dim]))
-        part.meta = dict(node.meta)
+        part.meta = {**node.meta, SHARING: _sharing_of(parameter)}
         evaluate(graph, part)
         results[i] = part
     output.args = (tuple(results),)
@@ -485,12 +506,12 @@ def replicated(like: Any, tensor: Tensor) -> Any:
     return tensor_class().from_local(tensor, mesh, _replicated(like._spec).placements, run_check=False)
 
 
-def parts_of(x: Any, dims: Sequence[int]) -> bool:
-    """Whether process r holds part r of an even division of one of these dimensions of a DTensor."""
+def parts_of(x: Any, dims: Sequence[int], even: bool = True) -> bool:
+    """Whether process r holds part r of one of these dimensions of a DTensor; even: of equal parts."""
     if x.device_mesh.ndim != 1 or not _is_plain_shard(x.placements[0]):
         return False
     dim = x.placements[0].dim % max(x.ndim, 1)
-    return dim in dims and x.shape[dim] % x.device_mesh.size() == 0
+    return dim in dims and not (even and x.shape[dim] % x.device_mesh.size())
 
 
 def _summed(op: Any, args: tuple[Any, ...], dims: int) -> list[int]:

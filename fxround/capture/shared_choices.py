@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -27,9 +27,12 @@ from fxround.capture.processes import (
     noted,
     parts_of,
     replicated,
+    share_of,
     tensor_class,
+    uneven_share,
     whole,
 )
+from fxround.graph.site import Share
 
 LIBRARY.define("extreme_of_processes(Tensor x, str group, int processes, bool largest) -> Tensor")
 
@@ -171,8 +174,11 @@ def _reduced_by(formula: Callable[..., Any], operand: int, place: int | None) ->
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[operand]
-        if not parts_of(x, _dims(x, None if place is None else args[place])):
+        dims = _dims(x, None if place is None else args[place])
+        if not parts_of(x, dims, even=False):
             return finished(op, args, kwargs)
+        if uneven_share(x, x.placements[0].dim) is not None:
+            return _by_all(x, op, args, kwargs)
         with set_original_aten_op(op):
             result = formula(*args, **kwargs)
         return finished(op, args, kwargs) if result is NotImplemented else result  # integers have no formula
@@ -185,12 +191,26 @@ def _loss_by(formula: Callable[..., Any], operand: int) -> Callable[..., Any]:
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[operand]
-        if not is_shared(x) or not parts_of(x, [min(x.ndim - 1, 1)]):
+        if not is_shared(x) or not parts_of(x, [min(x.ndim - 1, 1)], even=False):
             return finished(op, args, kwargs)
+        given = [replicated(x, a) if isinstance(a, Tensor) and not is_shared(a) else a for a in args]
+        if uneven_share(x, x.placements[0].dim) is not None:
+            return _by_all(x, op, given, kwargs)
         with set_original_aten_op(op):
-            return formula(*(replicated(x, a) if isinstance(a, Tensor) and not is_shared(a) else a for a in args))
+            return formula(*given)
 
     return handler
+
+
+def _by_all(x: Any, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute all of an operation in every process, which keeps its part of what is shaped as its operand x."""
+    kind = tensor_class()
+    results = op(*pytree.tree_map_only(kind, whole, args), **pytree.tree_map_only(kind, whole, kwargs))
+
+    def kept(result: Any) -> Any:
+        return result.redistribute(placements=x.placements) if result.shape == x.shape else result
+
+    return pytree.tree_map_only(kind, kept, results)
 
 
 def _of_whole_lines(otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,37 +242,42 @@ def _of_whole_operands(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _chosen(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute ``gather``: each element is that of the process that has it."""
     x, dim, index, *rest = args
-    if not _is_whole(index) or not parts_of(x, [dim % max(x.ndim, 1)]):
+    if not _is_whole(index) or not parts_of(x, [dim % max(x.ndim, 1)], even=False):
         return finished(op, args, kwargs)
+    if uneven_share(x, dim) is not None:
+        return _by_all(x, op, args, kwargs)
     part, wanted = x.to_local(), index.to_local()
-    first, count = _owned(x, dim)
-    found = op(part, dim, apart((wanted - first).clamp(0, count - 1)), *rest, **kwargs)
-    return replicated(x, _all_of(x, found).gather(0, (wanted // count).unsqueeze(0)).squeeze(0))
+    own = _owned(x, dim)
+    found = op(part, dim, apart((wanted - own.first).clamp(0, own.own - 1)), *rest, **kwargs)
+    return replicated(x, _all_of(x, found).gather(0, (wanted // own.own).unsqueeze(0)).squeeze(0))
 
 
 def _placed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute ``scatter``: each process places what belongs to its part, the rest beyond its end."""
     x, dim, index, source = args
-    if not (_is_whole(index) and _is_whole(source)) or not parts_of(x, [dim % max(x.ndim, 1)]):
+    if not (_is_whole(index) and _is_whole(source)) or not parts_of(x, [dim % max(x.ndim, 1)], even=False):
         return finished(op, args, kwargs)
+    if uneven_share(x, dim) is not None:
+        return _by_all(x, op, args, kwargs)
     part, places = x.to_local(), index.to_local()
-    first, count = _owned(x, dim)
+    own = _owned(x, dim)
     padding = [0, 0] * (part.dim() - 1 - dim % part.dim()) + [0, 1]
     longer = _ATEN.constant_pad_nd(part, padding, 0.0)
-    placed = op(longer, dim, _inside(places, first, count), source.to_local())
-    return _like(x, noted(placed.narrow(dim, 0, count), dim % part.dim()))
+    placed = op(longer, dim, _inside(places, own), source.to_local())
+    return _like(x, noted(placed.narrow(dim, 0, own.own), dim % part.dim()))
 
 
 def _rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute ``embedding``: each row is that of the process that has it."""
     weight, indices, *rest = args
-    if not parts_of(weight, [0]) or not _is_whole(indices):
+    if not parts_of(weight, [0], even=False) or not _is_whole(indices):
         return finished(op, args, kwargs)
-    wanted, (first, count) = indices.to_local(), _owned(weight, 0)
-    found = _all_of(weight, op(weight.to_local(), apart((wanted - first).clamp(0, count - 1)), *rest, **kwargs))
-    elements = wanted.numel()
-    places = (wanted // count).reshape(-1) * elements + torch.arange(elements, device=wanted.device)
-    rows = found.reshape(-1, found.shape[-1]).index_select(0, places)
+    wanted, part, own = indices.to_local(), weight._local_tensor, _owned(weight, 0)
+    table = part if own.own else _ATEN.constant_pad_nd(part, [0, 0, 0, 1], 0.0)  # no process takes this row
+    found = op(table, apart((wanted - own.first).clamp(0, table.shape[0] - 1)), *rest, **kwargs)
+    elements, most = wanted.numel(), share_of(own.whole, weight.device_mesh.size(), 0).own
+    places = (wanted // most).reshape(-1) * elements + torch.arange(elements, device=wanted.device)
+    rows = _all_of(weight, found).reshape(-1, found.shape[-1]).index_select(0, places)
     return replicated(weight, rows.reshape(*wanted.shape, found.shape[-1]))
 
 
@@ -267,12 +292,13 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         weight = ctx.weight
-        first, count = _owned(weight, 0)
+        own, uneven = _owned(weight, 0), uneven_share(weight, 0)
         wanted = ctx.indices.to_local()
-        places = _inside(wanted, first, count)
-        places = torch.where(wanted == ctx.padding, count, places) if ctx.padding >= 0 else places
-        rows = _ATEN.embedding_dense_backward(whole(gradient).to_local(), places, count + 1, -1, ctx.scales)
-        return _like(weight, noted(noted(rows, 0, count)[:count], 0)), None, None, None
+        places = _inside(wanted, own)
+        places = torch.where(wanted == ctx.padding, own.own, places) if ctx.padding >= 0 else places
+        rows = _ATEN.embedding_dense_backward(whole(gradient).to_local(), places, own.own + 1, -1, ctx.scales)
+        part = noted(rows, 0, own.own, uneven)[: own.own]
+        return _like(weight, noted(part, 0, uneven=uneven)), None, None, None
 
 
 def embedding(
@@ -285,7 +311,8 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     """Return ``torch.nn.functional.embedding``; of a weight whose rows processes share, with gradients in parts."""
-    if max_norm is not None or sparse or not is_shared(weight) or not parts_of(weight, [0]) or not _is_whole(indices):
+    parted = is_shared(weight) and parts_of(weight, [0], even=False) and _is_whole(indices)
+    if max_norm is not None or sparse or not parted:
         return torch.nn.functional.embedding(
             indices, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
@@ -297,16 +324,15 @@ def _is_whole(x: Any) -> bool:
     return is_shared(x) and all(placement.is_replicate() for placement in x.placements)
 
 
-def _owned(x: Any, dim: int) -> tuple[int, Any]:
-    """Return the first element along a dimension that this process has, and how many it has."""
-    count = x.shape[dim] // x.device_mesh.size()
-    return x.device_mesh.get_local_rank() * count, count
+def _owned(x: Any, dim: int) -> Share:
+    """Return what this process has of a dimension of a DTensor."""
+    return share_of(x.shape[dim], x.device_mesh.size(), x.device_mesh.get_local_rank())
 
 
-def _inside(places: Tensor, first: Any, count: Any) -> Tensor:
-    """Return places in a part of ``count`` elements, for others that beyond its end."""
-    own = places - first
-    return apart(torch.where((own < 0) | (own >= count), count, own))
+def _inside(wanted: Tensor, own: Share) -> Tensor:
+    """Return places in the part that this process has; that beyond its end for those that others have."""
+    places = wanted - own.first
+    return apart(torch.where((places < 0) | (places >= own.own), own.own, places))
 
 
 def _like(x: Any, part: Tensor) -> Any:

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from fxround.capture.processes import SUM_OF_PROCESSES
+from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.errors import CaptureError, FxroundError
-from fxround.graph.dialect import graphs_of
+from fxround.graph.dialect import AddProcesses, graphs_of
 from fxround.graph.site import SAME, operator_name
 from fxround.policy import Policy
 from fxround.runtime.processes import MADE_AGAIN
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 # The first version of PyTorch whose DTensor passes the tests of several processes: with 2.11 and 2.12, sequence
 # parallel layers fail them.
 SINCE: Final = "2.13"
+_COLLECTIVE: Final = "_c10d_functional."
+# Collectives of fxround's.
+_COLLECTIVES: Final = (AddProcesses.overload, SUM_OF_PROCESSES, EXTREME_OF_PROCESSES)
 
 
 def agreed(mesh: Any, pipeline: Pipeline, make: Callable[[], Entry], shapes: Sequence[Any] = ()) -> Entry:
@@ -162,14 +167,28 @@ def _graph(entry: Entry) -> str:
 
 
 def _text(graph: fx.GraphModule) -> str:
-    """Return what a graph computes and exchanges, with its arithmetic.
+    """Return what a graph computes and exchanges, with its arithmetic, and dtypes and fixed sizes of what is exchanged.
 
-    What is moved, and sizes, differ between processes: each has another place in a tensor.
+    What is moved, and other sizes, differ between processes: each has another place in a tensor, and the last ones may
+    have fewer elements.
     """
-    named = [(operator_name(node), node.args) for node in graph.graph.nodes]
-    chosen = [(name, args) for name, args in named if name.startswith(("fxround.", "_c10d_functional."))]
-    lines = [" ".join([name, *(a for a in args if isinstance(a, str))]) for name, args in chosen]
+    named = [(operator_name(node), node) for node in graph.graph.nodes]
+    chosen = [(name, node) for name, node in named if name.startswith(("fxround.", _COLLECTIVE))]
+    lines = [
+        " ".join([name, *(a for a in node.args if isinstance(a, str)), _sent(name, node)]) for name, node in chosen
+    ]
     return "\n".join([*lines, graph.meta.get(SAME, "")])
+
+
+def _sent(name: str, node: fx.Node) -> str:
+    """Return the dtype and the fixed sizes of what a node sends to other processes; "" if it sends nothing.
+
+    Symbolic sizes follow from those of the arguments, which every call compares, by other expressions of each process.
+    """
+    if not name.startswith(_COLLECTIVE) and node.target not in _COLLECTIVES:
+        return ""
+    sent = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return f"{sent.dtype} {[size if isinstance(size, int) else '' for size in sent.shape]}"
 
 
 def _digest(text: str) -> str:

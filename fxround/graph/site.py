@@ -71,18 +71,27 @@ def placed(operator: str, path: str, source: str, code: str) -> str:
     return f"{operator} in {path or 'the root module'}{where}"
 
 
+class Share(NamedTuple):
+    """What this process has of a dimension that processes share: of ``whole`` elements, ``own`` from ``first`` on."""
+
+    first: int
+    own: int
+    whole: int
+
+
 class Sharing(NamedTuple):
-    """How several processes share a value: each has an equal part of a dimension, in the order of their ranks.
+    """How several processes share a value: each has a part of a dimension, in the order of their ranks.
 
     dim: the dimension; None: each process has all of the value. rank: of this process. size: the number of elements of
     the dimension that are this process's part; None: all that it has. A value that each process has as a whole, and
-    computes from its rank, has the size -1.
+    computes from its rank, has the size -1. uneven: this process's part where parts differ; None: they are equal.
     """
 
     dim: int | None
     processes: int
     rank: int
     size: int | None = None
+    uneven: Share | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fxround.graph.dialect import (
     read,
 )
 from fxround.graph.dialect.blocks import BlockCall
-from fxround.graph.site import META, PORT, SAME, SHARING, Port, Sharing, Site, float_values
+from fxround.graph.site import META, PORT, SAME, SHARING, Port, Share, Sharing, Site, float_values
 from fxround.kernels import from_text
 from fxround.numerics.faults import numbers_of
 from fxround.passes import streams
@@ -80,17 +80,23 @@ def _of_all(states: dict[fx.Node, State]) -> str:
 
     A model that computes such a value from its rank would draw other bits in other processes.
     """
-    # DTensor takes parts by the rank: nothing else is made of these values.
+    # DTensor takes parts by the rank: nothing else is made of what is moved for them.
     parts: set[fx.Node] = set()
     for node in reversed(states):
-        if SHARING in node.meta or (node.users and all(user in parts for user in node.users)):
+        moved = node.users and read(node) is None and all(user in parts for user in node.users)
+        if SHARING in node.meta or moved:
             parts.add(node)
-    computed = [
-        (str(node.target), fx.map_arg((node.args, node.kwargs), lambda _: None))
+    return "\n".join(
+        _computed(node, state)
         for node, state in states.items()
         if isinstance(state, Whole) and isinstance(node.meta.get("val"), Tensor) and node not in parts
-    ]
-    return "\n".join(map(str, computed))
+    )
+
+
+def _computed(node: fx.Node, state: Whole) -> str:
+    """Return what computes a value, without its operands; of one number for all elements, without their number."""
+    args = [arg for arg in node.args if not (state.uniform and isinstance(arg, list | tuple))]
+    return str((str(node.target), fx.map_arg((args, node.kwargs), lambda _: None)))
 
 
 def _flips(call: Any) -> bool:
@@ -125,17 +131,17 @@ def _number(
         raise UnsupportedRounding(f"{place} draws random bits in a sum whose length may change. {_ADVICE}")
     if call.kernel(call.loads()) is None:
         raise UnsupportedRounding(f"{place} draws random bits in a program that is too long for one kernel. {_ADVICE}")
-    chunk: list[Any] = []
+    chunk, share = list[Any](), Share(0, 1, 1)
     if isinstance(state, Block):
         sizes = _numbered(node, call)
         chunk = [_as_argument(graph, node, size) for size in (state.size, *sizes[state.dim + 1 :])]
+        share = state.uneven or Share(sharing.rank, 1, sharing.processes)
     shards = shards_of_call(call)
     whole = shards * sharing.processes if isinstance(state, Unfinished) else shards
     part = StateOfPart(
         rng_of(graph),
         chunk,
-        sharing.processes if chunk else 1,
-        sharing.rank if chunk else 0,
+        *share,
         whole,
         shards * sharing.rank if isinstance(state, Unfinished) else 0,
     )

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import fxround
 from fxround import Policy, Rule
+from fxround.capture import fully_sharded
 from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.compiler import agreement
 from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
-from fxround.graph.dialect import AddProcesses, Pointwise, Sum
+from fxround.graph.dialect import AddProcesses, Pointwise, StateOfPart, Sum
 from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
@@ -77,6 +78,7 @@ CASES = {
     "transformer": ("reproducible_sharded", "up_down"),
     "llama": ("reproducible_sharded", "stochastic"),
     "vocabulary": ("reproducible_sharded",),
+    "uneven": ("reproducible_sharded", "up_down"),
     "maxima": ("reproducible_sharded",),
 }
 
@@ -138,8 +140,8 @@ def of_policies(name: str, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     first, *others = CASES[name]
     compiled = fxround.compile(model_of(name, mesh), POLICIES[first])
     found = {f"{name} {first}": results(name, compiled)}
-    if name == "llama":
-        found["trained"] = trained(name, compiled)
+    if name in ("llama", "uneven"):
+        found[f"trained {name}"] = trained(name, compiled)
     return found | {f"{name} {other}": results(name, compiled.with_policy(POLICIES[other])) for other in others}
 
 
@@ -324,9 +326,13 @@ def test_the_policy_may_leave_a_sum_alone(group: Callable[..., DeviceMesh]) -> N
     assert "in down at" in row and "an order of its own, which depends on the number of processes" in row
 
 
-def test_a_layer_that_processes_cannot_share_evenly_is_refused(group: Callable[..., DeviceMesh]) -> None:
-    model = parallelize_module(nn.Sequential(nn.Linear(4, 7)), group(2), {"0": ColwiseParallel()})
-    with pytest.raises(CaptureError, match=r"dimension 0 of 0\.weight has 7 elements, which 2 processes cannot share"):
+def test_a_part_of_another_size_is_not_read(group: Callable[..., DeviceMesh]) -> None:
+    """A row-parallel layer that follows would take it for a part of 8 elements, or of 6."""
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4)), group(2), plan)
+    with pytest.raises(
+        CaptureError, match=r"2 processes cannot share dimension 1 of a tensor of shape \(3, 7\) evenly"
+    ):
         prepared(model, torch.ones(3, 4))
 
 
@@ -567,9 +573,54 @@ def test_parts_draw_by_their_place_in_the_whole(group: Callable[..., DeviceMesh]
     compiled = prepared(model_of("MLP", group(2, 1)), batch_of("MLP"), rounded_by("bfloat16/stochastic"))
     calls = [node for node in compiled.graph.graph.nodes if node.target == Pointwise.overload]
     states = {str(n.meta["fxround"].path): n.args[3] for n in calls if n.meta["fxround"].direction == "forward"}
-    (chunk, processes, rank, shards, shard) = states["up"].args[1:]
-    assert (chunk, processes, rank, shards, shard) == ([24], 2, 1, 1, 0)
+    (chunk, first, own, whole, shards, shard) = states["up"].args[1:]
+    assert (chunk, first, own, whole, shards, shard) == ([24], 1, 1, 2, 1, 0)
     assert states["down"].op == "placeholder"
+
+
+@pytest.mark.parametrize(
+    "features, size, rank, share",
+    [
+        (21, 2, 0, ([11], 0, 11, 21)),
+        (21, 2, 1, ([10], 11, 10, 21)),
+        (5, 4, 2, ([1], 4, 1, 5)),
+        (5, 4, 3, ([], 0, 1, 1)),
+    ],
+)
+def test_uneven_parts_draw_by_their_place_in_the_whole(
+    features: int, size: int, rank: int, share: tuple[Any, ...], group: Callable[..., DeviceMesh]
+) -> None:
+    """The last process has no element to draw for; its graph has the same operations."""
+    layer = parallelize_module(
+        nn.Linear(4, features), group(size, rank), ColwiseParallel(output_layouts=Replicate())
+    ).requires_grad_(False)
+    nodes = prepared(layer, torch.ones(3, 4), rounded_by("bfloat16/stochastic")).graph.graph.nodes
+    states = [node for node in nodes if node.target == StateOfPart.overload]
+    assert [tuple(node.args[1:5]) for node in states] == [share] * 2  # of the product, and of the sum with the bias
+
+
+def test_a_part_of_an_uneven_part_has_its_place_in_the_whole(group: Callable[..., DeviceMesh]) -> None:
+    """By fully_shard, of what process 1 of two has: rows 4 to 6 of 7, of which two more processes share 2 and 1."""
+    shared: Any = distribute_tensor(torch.ones(7, 8), group(2, 1), [Shard(0)], src_data_rank=None)
+    part = fully_sharded.Part(nn.Parameter(shared), shared.to_local().shape, 0, 2, shared._spec)
+    places = [part.place(), part.place(0), part.place(1)]
+    assert [place[:3] for place in places if place] == [(24, 32, 32), (16, 40, 32), (8, 48, 48)]
+
+
+def test_processes_agree_on_what_they_exchange_not_on_their_parts(group: Callable[..., DeviceMesh]) -> None:
+    """Process 1 of two has 10 of 21 features, and pads them to 11; a process with 10 of 20 would send 10."""
+
+    def graph(features: int, rank: int) -> str:
+        layer = nn.Linear(4, features).requires_grad_(False)
+        parallelize_module(layer, group(2, rank), ColwiseParallel(output_layouts=Replicate()))
+        text = agreement._text(prepared(layer, torch.ones(3, 4), rounded_by("bfloat16/stochastic")).graph)
+        dist.destroy_process_group()
+        return text
+
+    first, last, another = graph(21, 0), graph(21, 1), graph(20, 1)
+    group(1)  # which the fixture destroys
+    assert first == last != another
+    assert "all_gather_into_tensor.default 0 torch.float32 ['', 11]" in first
 
 
 class _Cut(nn.Module):

@@ -31,7 +31,7 @@ def normal(*shape: int) -> Tensor:
 
 def state(shape: Any, dim: int, processes: int, rank: int, shards: int = 1) -> Tensor:
     """The random state of one process, which has a block of a dimension; shape: of its part."""
-    result: Tensor = OPS.state_of_part(rng(), list(shape[dim:]), processes, rank, shards, 0)
+    result: Tensor = OPS.state_of_part(rng(), list(shape[dim:]), rank, 1, processes, shards, 0)
     return result
 
 
@@ -92,12 +92,12 @@ def test_prefixes_and_scatters() -> None:
     x = normal(4, 6, 30)
     whole = OPS.cumsum(x, 2, SR, RNE, rng(), 8)
     for rank, part in enumerate(x.chunk(2, 1)):
-        made = OPS.cumsum(part, 2, SR, RNE, OPS.state_of_part(rng(), [3], 2, rank, 1, 0), 8)
+        made = OPS.cumsum(part, 2, SR, RNE, OPS.state_of_part(rng(), [3], rank, 1, 2, 1, 0), 8)
         assert torch.equal(made, whole.chunk(2, 1)[rank])
     rows, index = normal(50, 30), [torch.arange(50) % 7]
     whole = OPS.index_put(torch.zeros(8, 30), index, rows, SR, rng(), 5)
     for rank, part in enumerate(rows.chunk(2, 1)):
-        own = OPS.state_of_part(rng(), [15], 2, rank, 1, 0)
+        own = OPS.state_of_part(rng(), [15], rank, 1, 2, 1, 0)
         assert torch.equal(OPS.index_put(torch.zeros(8, 15), index, part, SR, own, 5), whole.chunk(2, 1)[rank])
 
 
@@ -115,7 +115,7 @@ def added(parts: list[Tensor], dtype: torch.dtype, order: str, accumulate: str, 
     kernel = call.kernel(call.loads())
     if not kernel.draws:
         return run_kernel(kernel, parts, NO_KEY)[0]
-    draw = Draw.of(OPS.state_of_part(rng(), [], 1, 0, 8, 0), 6)
+    draw = Draw.of(OPS.state_of_part(rng(), [], 0, 1, 1, 8, 0), 6)
     return run_kernel(draw.of_part(kernel), parts, draw.key())[0]
 
 
@@ -132,7 +132,7 @@ def test_processes_go_on_with_a_product(step: str, rounding: str, processes: int
             b.chunk(processes, 0)[rank],
             f"{step} shards={own}" if own > 1 else step,
             "unfinished",
-            OPS.state_of_part(rng(), [], 1, 0, 8, rank * own),
+            OPS.state_of_part(rng(), [], 0, 1, 1, 8, rank * own),
             6,
         )
         for rank in range(processes)
@@ -148,7 +148,14 @@ def test_processes_go_on_with_a_sum(dtype: torch.dtype, chains: str) -> None:
     whole = OPS.sum(x, [1], False, f"shards:8/{chains}", SR, rounding, rng(), 6)
     parts = [
         OPS.sum(
-            part, [1], False, f"shards:4/{chains}", SR, "unfinished", OPS.state_of_part(rng(), [], 1, 0, 8, 4 * rank), 6
+            part,
+            [1],
+            False,
+            f"shards:4/{chains}",
+            SR,
+            "unfinished",
+            OPS.state_of_part(rng(), [], 0, 1, 1, 8, 4 * rank),
+            6,
         )
         for rank, part in enumerate(x.chunk(2, 1))
     ]
@@ -167,5 +174,5 @@ def test_bad_parts() -> None:
     with pytest.raises(ValueError, match="an exact sum has no accumulator"):
         OPS.sum(x, [0], False, "exact", FEW, "unfinished", rng(), 6)
     with pytest.raises(ValueError, match="the random state is"):
-        OPS.state_of_part(torch.zeros(3, dtype=torch.int64), [], 1, 0, 1, 0)
-    assert StateOfPart(rng(), [0, 5], 2, 1, 1, 0).part.chunk == 1  # a divisor, also of a part without elements
+        OPS.state_of_part(torch.zeros(3, dtype=torch.int64), [], 0, 1, 1, 1, 0)
+    assert StateOfPart(rng(), [0, 5], 1, 1, 2, 1, 0).part.chunk == 1  # a divisor, also of a part without elements

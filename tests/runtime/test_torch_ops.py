@@ -37,7 +37,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
     image, kernel, gradient = normal(2, 6, 7, 4).transpose(1, 3), normal(6, 2, 3, 3), normal(2, 7, 6, 3).transpose(1, 2)
     windows = ([1, 2], [1, 1], [1, 1], False, [0, 0], 2)
     rows = torch.tensor([[3, 0, 0], [1, 1, 2]])
-    part = OPS.state_of_part(rng(), [], 1, 0, 8, 0)
+    part = OPS.state_of_part(rng(), [], 0, 1, 1, 8, 0)
     return {
         "pointwise": ([turned, normal(5)], f"t0 = add(x0, x1) @ {SR}", torch.float32, rng(), 1),
         "fused": ([turned, normal(5)], f"t0 = add(x0, x1) @ {SR}; return t0", "f32", rng(), [1]),
@@ -53,7 +53,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
             part,
             6,
         ),
-        "state_of_part": (rng(), [4, 5], 2, 1, 8, 4),
+        "state_of_part": (rng(), [4, 5], 1, 1, 2, 8, 4),
         "matmul": (turned, turned.t(), SR, RNE, rng(), 2),
         "convolution": (image, kernel, *windows, SR, RNE, rng(), 3),
         "convolution_input_gradient": (gradient, kernel, [2, 4, 7, 6], *windows, SR, RNE, rng(), 3),

@@ -135,14 +135,39 @@ class Vocabulary(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         x = torch.where(x.signbit(), x - 1, x)  # shows the sign of zero
-        logits = self.head(x[:, :-1] + self.positions(tokens[:, :-1] % 8)).flatten(0, 1)
+        logits = self.head(self.hidden(x[:, :-1] + self.positions(tokens[:, :-1] % 8))).flatten(0, 1)
         labels = torch.where(tokens == 3, -100, tokens)[:, 1:].flatten()
         with loss_parallel():
             loss = self.of(logits, labels)
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
+    def hidden(self, x: Tensor) -> Tensor:
+        return x
+
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels)
+
+
+class Uneven(Vocabulary):
+    """Rows, columns, features and classes that processes cannot share evenly; the last processes have few, or none.
+
+    Two processes have 1 and 0 columns of "positions", and 3 and 2 features of "up"; four have 2, 2, 1 and 0 of "up".
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        super().__init__(processes)
+        self.embedding, self.positions = nn.Embedding(21, 16, padding_idx=20), nn.Embedding(8, 1)
+        self.up, self.head, self.dropout = nn.Linear(16, 5), nn.Linear(5, 21), nn.Dropout(0.25)
+        with torch.no_grad():
+            self.embedding.weight[::2, ::2] = -0.0
+
+    plan: ClassVar = {**Vocabulary.plan, "up": lambda: ColwiseParallel(output_layouts=Replicate())}
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x))
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.dropout(logits), labels)
 
 
 class Maxima(Vocabulary):
@@ -158,6 +183,7 @@ MODELS: dict[str, Any] = {
     "transformer": Transformer,
     "llama": Llama,
     "vocabulary": Vocabulary,
+    "uneven": Uneven,
     "maxima": Maxima,
 }
 
@@ -201,7 +227,7 @@ def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
         found[f"{mode} result"] = whole(y.detach())
         named = [*compiled.named_parameters(), *([("x", x)] if x.is_floating_point() else [])]
         found |= {f"{mode} {path}": whole(p.grad) for path, p in named}
-    if name in ("vocabulary", "maxima"):
+    if name in ("vocabulary", "uneven", "maxima"):
         return found
     with torch.no_grad():
         found["no gradients"] = whole(compiled(batch_of(name)[:1]))

@@ -80,7 +80,9 @@ class StateOfPart(Call[T]):
 
     chunk      sizes whose product is the number of elements of a run: of the shared dimension, as far as this process
                has it, and of the dimensions after it; none if all processes have all elements
-    processes  the number of processes that share the dimension, and the rank of this one among them
+    first      how much of the shared dimension is before what this process has, how much it has, and how much all
+    own        processes have (``site.Share``); of equal parts, each is one
+    whole
     shards     those of the whole sum, and the first one of this process
     """
 
@@ -88,17 +90,19 @@ class StateOfPart(Call[T]):
 
     rng: T
     chunk: Sizes
-    processes: int
-    rank: int
+    first: int
+    own: int
+    whole: int
     shards: int
     shard: int
 
     @property
     def part(self) -> Part:
         """Where the elements stand in the whole."""
-        chunk = math.prod(int(size) for size in self.chunk)
+        chunk, own = math.prod(int(size) for size in self.chunk), self.own
         # A part without elements has no run; its length is a divisor in kernels.
-        return Part(max(chunk, 1), chunk * (self.processes - 1), chunk * self.rank, self.shards, self.shard)
+        skip, first = chunk * (self.whole - own) // own, chunk * self.first // own
+        return Part(max(chunk, 1), skip, first, self.shards, self.shard)
 
     def kernel(self, loads: tuple[Storage, ...]) -> None:
         """Return None: nothing is computed."""

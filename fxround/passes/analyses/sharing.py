@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ from fxround.graph.dialect import (
     read,
 )
 from fxround.graph.dialect.blocks import BlockFigure
-from fxround.graph.site import PORT, PORTS, SHARING, Port, Sharing
+from fxround.graph.site import PORT, PORTS, SHARING, Port, Share, Sharing
 from fxround.graph.values import outputs_of
 from fxround.passes.analyses.draws import draws
 
@@ -51,11 +51,18 @@ class Whole:
 class Block:
     """A value of which this process has a block of each of the equal pieces of a dimension.
 
-    dim: the dimension. size: the number of its elements in a block, an expression of symbolic sizes.
+    dim: the dimension. size: the number of its elements in a block, an expression of symbolic sizes. uneven: what this
+    process has of the dimension that was shared where parts differ; None: equal parts.
     """
 
     dim: int
     size: Any
+    uneven: Share | None = None
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A value of which this process has no element: what an operation draws for it does not matter."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,13 @@ class Own:
 
 
 OWN: Final = Own()
-State = Whole | Block | Unfinished | Own | None
-_CONSTANTS: Final = (aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.zeros_like.default)
+State = Whole | Block | Nothing | Unfinished | Own | None
+_CONSTANTS: Final = (
+    *(aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.zeros_like.default),
+    aten.empty_permuted.default,  # has no numbers; what reads its sizes remains
+)
 _WHOLE: Final = Whole()
+_NOTHING: Final = Nothing()
 _VIEWS: Final = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
@@ -102,7 +113,8 @@ def _same_numbers(node: fx.Node, first: State, second: State) -> bool:
     """Whether the elements of a node have the same numbers in the whole."""
     if isinstance(first, Block) and isinstance(second, Block):
         shape = _shape(node)
-        return equal(*(state.size * product(shape[state.dim + 1 :]) for state in (first, second)))
+        runs = (state.size * product(shape[state.dim + 1 :]) for state in (first, second))
+        return first.uneven == second.uneven and equal(*runs)
     return first == second
 
 
@@ -151,7 +163,8 @@ def _seeded(node: fx.Node) -> State:
         return None
     if known.dim is None:
         return _WHOLE if known.size is None else OWN
-    return Block(known.dim, expression(known.size or _shape(node)[known.dim]))
+    size = _shape(node)[known.dim] if known.size is None else known.size
+    return Block(known.dim, expression(size), known.uneven) if not equal(expression(size), 0) else _NOTHING
 
 
 def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int, State], choices: _Choices) -> State:
@@ -170,6 +183,8 @@ def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int,
         return _WHOLE if isinstance(given[0], Unfinished) else None
     if name.startswith("_c10d_functional.") or None in given or any(isinstance(s, Unfinished | Own) for s in given):
         return None
+    if _NOTHING in given:
+        return _of_nothing(node, operands, states)
     if call is not None and draws(call) and all(isinstance(s, Whole) and s.uniform for s in given):
         return _beside(node, states)
     if all(isinstance(state, Whole) for state in given):
@@ -202,6 +217,16 @@ def _state(node: fx.Node, states: Mapping[fx.Node, State], results: Mapping[int,
         return moved(node, states)
     elementwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return _joined(node, operands, states) if elementwise and isinstance(node.meta["val"], Tensor) else None
+
+
+def _of_nothing(node: fx.Node, operands: Sequence[fx.Node], states: Mapping[fx.Node, State]) -> State:
+    """Return the state of what is computed of a value of which this process has no element."""
+    if not isinstance(node.meta["val"], Tensor):
+        return _NOTHING  # several values, of which each shows its own shape
+    shape = _shape(node)
+    empty = any(equal(expression(size), 0) for size in shape)
+    tensors = [x for x in operands if states[x] == _NOTHING and isinstance(x.meta["val"], Tensor)]
+    return _NOTHING if empty or any(_alike_in_size(_shape(x), shape) for x in tensors) else None
 
 
 def _is_tensors(node: fx.Node) -> bool:
@@ -249,8 +274,8 @@ def _joined(node: fx.Node, operands: Sequence[fx.Node], states: Mapping[fx.Node,
     for operand in operands:
         state = states[operand]
         if isinstance(state, Block):
-            placed = Block(state.dim + dims - len(_shape(operand)), state.size)
-            if block is not None and (placed.dim != block.dim or not equal(placed.size, block.size)):
+            placed = replace(state, dim=state.dim + dims - len(_shape(operand)))
+            if block is not None and not _alike(placed, block):
                 return None
             block = placed
     assert block is not None
@@ -265,6 +290,11 @@ def _joined(node: fx.Node, operands: Sequence[fx.Node], states: Mapping[fx.Node,
         ):
             return None
     return block
+
+
+def _alike(first: Block, second: Block) -> bool:
+    """Whether two values have blocks of the same dimension, of the same elements."""
+    return first.dim == second.dim and first.uneven == second.uneven and equal(first.size, second.size)
 
 
 def _beside(node: fx.Node, states: Mapping[fx.Node, State]) -> State:
@@ -285,7 +315,7 @@ def _placed(call: IndexPut[fx.Node], states: Mapping[fx.Node, State]) -> State:
     if not rows or not isinstance(values, Block) or not isinstance(zeros, Whole) or not zeros.uniform:
         return None
     dim = values.dim - len(_shape(call.values)) + len(_shape(call.x))
-    return Block(dim, values.size) if dim >= 1 else None
+    return replace(values, dim=dim) if dim >= 1 else None
 
 
 def _of_blocks(state: State, sizes: Sequence[int]) -> State:
@@ -294,15 +324,15 @@ def _of_blocks(state: State, sizes: Sequence[int]) -> State:
         return state if isinstance(state, Whole) else None
     size = sizes[state.dim]
     number = quotient(state.size, sympy.Integer(size)) if size else None
-    return Block(state.dim, number) if number is not None and _is_multiple(number) else None
+    return replace(state, size=number) if number is not None and _is_multiple(number) else None
 
 
 def _product(call: Matmul[fx.Node], states: Mapping[fx.Node, State]) -> State:
     a, b, dims = states[call.a], states[call.b], len(_shape(call.a))
     if isinstance(a, Block) and isinstance(b, Block):
-        if a.dim == b.dim == 0 and dims == 3 and equal(a.size, b.size):
+        if a.dim == 0 and dims == 3 and _alike(a, b):
             return a
-        both = (a.dim, b.dim) == (dims - 1, dims - 2)
+        both = (a.dim, b.dim, a.uneven, b.uneven) == (dims - 1, dims - 2, None, None)
         whole = equal(a.size, product([_shape(call.a)[-1]])) and equal(b.size, product([_shape(call.b)[-2]]))
         return Unfinished() if both and whole else None
     if isinstance(a, Block):
@@ -323,9 +353,9 @@ def _without(state: Block, shape: Sequence[Any], dims: Sequence[int], keepdim: b
     """Return the state of a value after a reduction of these dimensions, ascending."""
     if state.dim in dims:
         first = next(d for d in dims if d == state.dim or not equal(product([shape[d]]), 1))
-        whole = first == state.dim and equal(state.size, product([shape[state.dim]]))
+        whole = first == state.dim and state.uneven is None and equal(state.size, product([shape[state.dim]]))
         return Unfinished() if whole else None
-    return state if keepdim else Block(state.dim - sum(d < state.dim for d in dims), state.size)
+    return state if keepdim else replace(state, dim=state.dim - sum(d < state.dim for d in dims))
 
 
 # ---- what moves values ----
@@ -340,7 +370,7 @@ def _permuted(node: Any, states: Mapping[fx.Node, State]) -> State:
     state = states[x]
     assert isinstance(state, Block)
     order = [d % len(_shape(x)) for d in dims]
-    return Block(order.index(state.dim), state.size)
+    return replace(state, dim=order.index(state.dim))
 
 
 def _reshaped(node: Any, states: Mapping[fx.Node, State], choices: _Choices) -> State:
@@ -348,12 +378,12 @@ def _reshaped(node: Any, states: Mapping[fx.Node, State], choices: _Choices) -> 
     x = node.args[0]
     state, before, after = states[x], _shape(x), _shape(node)
     assert isinstance(state, Block)
-    if len(before) == len(after) and all(equal(product([m]), product([n])) for m, n in zip(before, after, strict=True)):
+    if _alike_in_size(before, after):
         # In the whole, a view may have made each part of a row a row: (rows, parts * size) is (rows * parts, size).
         if not state.dim or not equal(state.size, product([before[state.dim]])):
             return state
         place = choices.of(node, [state.dim, state.dim - 1], likely=state.dim)
-        return state if place == state.dim else Block(place, sympy.Integer(1))
+        return state if place == state.dim else replace(state, dim=place, size=sympy.Integer(1))
     run = state.size * product(before[state.dim + 1 :])
     behind: Any = sympy.Integer(1)
     for dim in reversed(range(len(after))):
@@ -365,9 +395,15 @@ def _reshaped(node: Any, states: Mapping[fx.Node, State], choices: _Choices) -> 
             ones = _ones(after, dim)
             sure = ones <= _ones(before, state.dim) and not equal(state.size, 1)
             place = choices.of(node, [dim - i for i in range(1 if sure else ones + 1)])
-            return Block(place, size if place == dim else sympy.Integer(1))
+            return replace(state, dim=place, size=size if place == dim else sympy.Integer(1))
         behind = wide
     return None
+
+
+def _alike_in_size(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether two shapes are the same for all sizes."""
+    pairs = zip(before, after, strict=False)
+    return len(before) == len(after) and all(equal(expression(m), expression(n)) for m, n in pairs)
 
 
 @lru_cache(maxsize=4096)
@@ -389,20 +425,20 @@ def _expanded(node: Any, states: Mapping[fx.Node, State]) -> State:
     state, before, after = states[x], _shape(x), _shape(node)
     assert isinstance(state, Block)
     dim = state.dim + len(after) - len(before)
-    return Block(dim, state.size) if equal(product([before[state.dim]]), product([after[dim]])) else None
+    return replace(state, dim=dim) if equal(product([before[state.dim]]), product([after[dim]])) else None
 
 
 def _unsqueezed(node: Any, states: Mapping[fx.Node, State]) -> State:
     state, dim = states[node.args[0]], node.args[1] % len(_shape(node))
     assert isinstance(state, Block)
-    return Block(state.dim + (dim <= state.dim), state.size)
+    return replace(state, dim=state.dim + (dim <= state.dim))
 
 
 def _selected(node: Any, states: Mapping[fx.Node, State]) -> State:
     x, dim = node.args[:2]
     state, chosen = states[x], dim % len(_shape(x))
     assert isinstance(state, Block)
-    return None if chosen == state.dim else Block(state.dim - (chosen < state.dim), state.size)
+    return None if chosen == state.dim else replace(state, dim=state.dim - (chosen < state.dim))
 
 
 def _cut(node: Any, states: Mapping[fx.Node, State]) -> State:
@@ -437,7 +473,7 @@ def _looked_up(node: Any, states: Mapping[fx.Node, State]) -> State:
     """Return the state of rows of a table."""
     weight, indices = (states[used] for used in node.args[:2])
     if isinstance(weight, Block) and weight.dim == 1 and isinstance(indices, Whole):
-        return Block(len(_shape(node)) - 1, weight.size)
+        return replace(weight, dim=len(_shape(node)) - 1)
     return indices if isinstance(weight, Whole) and isinstance(indices, Block) else None
 
 
