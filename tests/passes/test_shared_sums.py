@@ -60,12 +60,12 @@ POLICIES: dict[str, Any] = {
     "stochastic": Policy(
         "stochastic", (Rule(rounding="dtype/stochastic", accumulate="binary32/stochastic", order="shards:8/lanes:16"),)
     ),
-    # Blocks of 8 of the 24 elements that each of two processes has; operands draw, too.
+    # Blocks of 2 of the 24, 12 or 6 elements that each of 2, 4 or 8 processes has; operands draw, too.
     "blocks": Policy(
         "blocks",
         (
             Rule(rounding="dtype", accumulate="binary32", order="shards:8/lanes:16"),
-            Rule(operands="bfp(6,8)/stochastic"),
+            Rule(operands="bfp(6,2)/stochastic"),
         ),
     ),
     "up_down": Policy(
