@@ -1,7 +1,8 @@
 """The kernels of sums of products: products of matrices and convolutions.
 
 ``contract_kernel(Accumulation.parse("bfloat16"), rounding, ("f32", "f32"), "f32")``, for example, rounds each step to
-bfloat16. Where the processor can round a step itself, a second kernel in binary32 is tried first (``quick``).
+bfloat16. Where the processor can round a step itself, a second kernel in binary32 is tried first (``quick``), and so is
+one that draws without a look at the range of each step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fxround.kernels.accumulators import (
 from fxround.kernels.kinds import Contract
 from fxround.numerics.accumulation import Accumulation
 from fxround.numerics.arithmetic.flipping import hit
+from fxround.numerics.arithmetic.forms.dithered import dithered_inside, is_dithered
 from fxround.numerics.arithmetic.forms.fixed import fixed_sum, is_short, require_wrapping, wraps
 from fxround.numerics.arithmetic.forms.single import single_step
 from fxround.numerics.arithmetic.forms.truncation import HARDWARE_ROUNDED, directed_step, up_or_down
@@ -89,7 +91,8 @@ def contract_kernel(
         coins=_tosses_coins(how),
         quick=_quick_contract(how, rounding, loads, result) if accumulator == "f64" and rounding else None,
     )
-    return replace(kernel, single=_single_contract(how, step, kernel))
+    quick = kernel.quick or _bounded_contract(how, step, combine, kernel)
+    return replace(kernel, quick=quick, single=_single_contract(how, step, kernel))
 
 
 def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carriers: tuple[Type, ...]) -> Function:
@@ -111,7 +114,7 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
             value = apply(adds, (product, acc), step, accumulator, random, any_nan=any_nan)
     else:
         # Binary32 factors held in binary64 have an exact product.
-        operator = "fma_inside" if accumulator == "f64" and narrow_factors else "fma_step"
+        operator = _multiply_add(accumulator, narrow_factors)
         if in_fixed:
             # Products of binary32 factors have 48 bits.
             require_wrapping(step, 48 if "f64" not in carriers else 106)
@@ -165,6 +168,30 @@ def _single_contract(how: Accumulation, step: Rounding, general: Contract) -> Co
         finish=Function("finish", (acc, drawn), substitute(general.finish.results, {last: widen(acc)})),
         accumulator="f32",
         quick=None,
+    )
+
+
+def _multiply_add(accumulator: Type, narrow_factors: bool) -> str:
+    """Return the name of a step's operator."""
+    return "fma_inside" if accumulator == "f64" and narrow_factors else "fma_step"
+
+
+def _bounded_contract(
+    how: Accumulation, step: Rounding, combine: Rounding | None, general: Contract
+) -> Contract | None:
+    """Return the contraction whose steps stay in the range of ``forms.dithered``; None if it is not of that form."""
+    operator = _multiply_add(general.accumulator, "f64" not in (CARRIER_OF[s] for s in general.loads))
+    roundings = [(operator, step), *([] if combine is None else [("add_step", combine)])]
+    if how.product is not None or how.flips is not None or not all(is_dithered(*one) for one in roundings):
+        return None
+    a, b, acc, x = (param(name, "f64") for name in ("a", "b", "acc", "x"))
+    random = param("random", "u32")
+    value = dithered_inside(operator, (a, b, acc), step, random)
+    combined = None
+    if combine is not None:
+        combined = Function("combine", (acc, x, random), (dithered_inside("add_step", (acc, x), combine, random),))
+    return replace(
+        general, step=Function("step", (a, b, acc, random), (value,)), combine=combined, bounded=True, quick=None
     )
 
 

@@ -182,9 +182,10 @@ class Contract:
     ``numerics.orders``, with the stream of the first; the result is finish(acc, random) of the whole. coins: a
     step uses only the highest bit of its random word. direction: the rounding direction of the hardware while the
     kernel runs. watched: subnormal results are flushed, and the results are valid only if nothing overflowed, was
-    subnormal, or ended infinite or NaN. quick: a watched kernel whose results, where they are valid, are this one's; or
-    None. single: a kernel in binary32 with this one's bits, whose step also gives whether the chain may go on, or None;
-    its step draws as this one's.
+    subnormal, or ended infinite or NaN. bounded: the results are valid only if all operands are such as
+    ``forms.dithered`` asks for. quick: a watched or bounded kernel whose results, where they are valid, are this one's;
+    or None. single: a kernel in binary32 with this one's bits, whose step also gives whether the chain may go on, or
+    None; its step draws as this one's.
     """
 
     lifts: tuple[Function, Function]
@@ -201,6 +202,7 @@ class Contract:
     coins: bool = False
     direction: Direction = "nearest"
     watched: bool = False
+    bounded: bool = False
     quick: Contract | None = None
     single: Contract | None = None
     parts: bool = False
@@ -217,7 +219,8 @@ class Contract:
         randomness, hardware = (self.draws, self.finish_draws, self.coins), (self.direction, self.watched)
         # A contraction has chunks or shards, not both.
         parts = self.chunk if self.shards == 1 else f"shards:{self.shards}"
-        return _digest("contract", *functions, parts, self.loads, self.result, randomness, hardware, *_PART[self.parts])
+        further = (*(("bounded",) if self.bounded else ()), *_PART[self.parts])
+        return _digest("contract", *functions, parts, self.loads, self.result, randomness, hardware, *further)
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,6 +65,34 @@ def test_the_result_is_the_neighbour_that_the_drawn_bits_choose(name: str, mode:
         assert Fraction(float(got[i])) == (outer if away else inner), (name, i, float(lost))
 
 
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "fma"])
+def test_a_step_is_drawn_from_the_right_word_on(name: str) -> None:
+    """Within two words of 2^32 (1 - lost), sums that cancel included; exact values stay, with all words."""
+    arity = OPERATORS[name].arity
+    arguments = ", ".join(f"x{i}" for i in range(arity))
+    program = Program.parse(f"t0 = {name}({arguments}) @ binary64/stochastic")
+    body, count = map_kernel(program, ("f64",) * arity, "f64").body, 600
+    values = [v * RNG.choice([1, 1, 2.0**-30, 0], count) for v in operands(arity, count)]
+    others = -(values[0] * values[1]) if name == "fma" else values[0] * (-1 if name == "add" else 1)
+    factors = RNG.choice([1, 1 + 2.0**-52, 1 - 2.0**-53, 1 + 2.0**-40, 2.0**-53, -(2.0**-54) * 1.25], count)
+    if name != "mul":
+        values[-1] = np.where(RNG.random(count) < 0.5, others * factors, values[-1])
+    exact = [EXACT[name](*(Fraction(float(v[i])) for v in values)) for i in range(count)]
+    ends = [sorted(neighbours(x), key=abs) for x in exact]
+    lost = [
+        (x - inner) / (outer - inner) if inner != outer else Fraction(0)
+        for x, (inner, outer) in zip(exact, ends, strict=True)
+    ]
+    first = [2**32 - int(f * 2**32) for f in lost]
+    for offset in (-(2**32), -2, 2, 2**32):
+        words = np.array([min(max(word + offset, 0), 2**32 - 1) for word in first], np.uint32)
+        got = body.evaluate(*values, words)[0]
+        for (inner, outer), word, f, start, value in zip(ends, words, lost, first, got, strict=True):
+            want = outer if f and int(word) >= start else inner
+            assert Fraction(float(value)) == want or abs(int(word) - start) < 2, (name, float(f), word)
+    assert sum(f == 0 for f in lost) > 20 and sum(f > 0 for f in lost) > 200
+
+
 @pytest.mark.part(3)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_stays_within_one_ulp_and_keeps_specials(name: str) -> None:

@@ -118,6 +118,22 @@ def test_the_quick_kernel_counts_only_where_it_equals_the_general_one(accumulate
         )
 
 
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("accumulate", ["binary32/up_down", "binary64/stochastic"])
+def test_one_infinity_is_noticed(accumulate: str, isa: str) -> None:
+    """Wherever it is, in products that are packed and in others: code that may not be trusted says so."""
+    dtype, store = (torch.float64, "f64") if "64" in accumulate else (torch.float32, "f32")
+    kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse("binary32"), (store, store), store)
+    shapes = ((1, 3, 9, 40), (1, 37, 50, 70))
+    with instruction_set(isa):
+        for batch, rows, length, columns in shapes:
+            a, b = values((batch, rows, length), 1).to(dtype), values((batch, length, columns), 2).to(dtype)
+            for place in (0, length // 2, length - 1):
+                left = a.clone()
+                left[0, rows // 2, place] = math.inf
+                same(run_product(kernel, left, b, 0, DRAW), run_product(replace(kernel, quick=None), left, b, 0, DRAW))
+
+
 def test_the_quick_up_down_is_not_trusted_where_binary32_ends() -> None:
     """Sums of few quanta, which are representable if they are subnormal, and sums that end near the maximum."""
     kernel = kernel_of("binary32/up_down")
@@ -172,6 +188,38 @@ def test_quick_kernels_equal_the_reference_on_every_instruction_set(accumulate: 
                 run_product(kernel, a, b, 0, DRAW),
                 reference.contract(kernel, a.numpy(), b.numpy(), KEY),
             )
+
+
+@pytest.mark.part(5)
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("kind", ["normal", "cancelling", "special", "large", "small"])
+@pytest.mark.parametrize(
+    "accumulate",
+    ["binary64/stochastic", "binary64/stochastic:5", "binary64/stochastic_b:9 chunk=7 combine=binary64/stochastic"],
+)
+def test_binary64_draws_the_same_without_a_look_at_the_range(accumulate: str, kind: str, isa: str) -> None:
+    """Of the kernel for operands in the middle of the exponents, the general one, and the reference."""
+    rng, shape = np.random.default_rng(3), (2, 9, 20)
+    a, b = rng.standard_normal(shape), rng.standard_normal((2, 20, 35))
+    if kind == "cancelling":
+        a[:, :, 1::2], b[:, 1::2] = -a[:, :, ::2], b[:, ::2] * (1 + rng.choice([0, 2.0**-52, 2.0**-45], (2, 10, 35)))
+    if kind == "special":
+        a[rng.random(shape) < 0.05] = math.inf
+        a[rng.random(shape) < 0.05] = math.nan
+        a[rng.random(shape) < 0.3] = -0.0
+    if kind in ("large", "small"):
+        a *= np.exp2(rng.integers(*{"large": (390, 600), "small": (-600, -370)}[kind], shape))
+    for loads in (("f64", "f64"), ("f32", "f64")) if kind != "large" else (("f64", "f64"),):
+        kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse("binary64"), loads, "f64")
+        assert kernel.quick is not None and kernel.quick.bounded
+        left = torch.from_numpy(a).to(torch.float32 if loads[0] == "f32" else torch.float64)
+        right = torch.from_numpy(b)
+        with instruction_set(isa):
+            got = run_product(kernel, left, right, 0, DRAW)
+            same(got, run_product(replace(kernel, quick=None), left, right, 0, DRAW))
+            same(got[:1, :2], run_product(kernel, left[:1, :2], right[:1], 0, DRAW))
+        if isa == instruction_sets()[0]:
+            same(got, reference.contract(kernel, left.numpy(), right.numpy(), KEY))
 
 
 @pytest.mark.part(5)

@@ -26,6 +26,7 @@ from typing import Final
 from fxround.errors import shown
 from fxround.numerics.arithmetic.flipping import flipped
 from fxround.numerics.arithmetic.forms.beyond import can_round, is_beyond, round_beyond
+from fxround.numerics.arithmetic.forms.dithered import dithered, is_dithered
 from fxround.numerics.arithmetic.forms.noise import with_noise
 from fxround.numerics.arithmetic.forms.ties import is_doubtful, rounds_twice
 from fxround.numerics.arithmetic.residuals import (
@@ -317,6 +318,8 @@ def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | Non
 def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr | None) -> Expr:
     """Round the nearest binary64 value with what it lost."""
     wide = _lossless(operator, operands, rounding)
+    if random is not None and is_dithered(operator.name, rounding):
+        return dithered(operator.name, operands, rounding, random, round_beyond(wide, rounding, random))
     if operator.sign is None or rounding.mode.name != "toward_negative":
         return round_beyond(wide, rounding, random)
     # Only an exact sum is zero.

@@ -230,6 +230,15 @@ def fma(a: Expr, b: Expr | float, c: Expr | float) -> Expr:
     return _apply("fma", a, _lift(a.type, b), _lift(a.type, c))
 
 
+def toward_zero(nearest: Expr, lost: Expr) -> Expr:
+    """Return a sum or a multiply-add of f64 values rounded towards zero, from the nearest value and what it lost.
+
+    ``lost``, of which the sign alone counts, is the exact value minus ``nearest``. A target may compute the result of an
+    addition or a multiply-add without looking at ``lost``, which must then be right or not matter.
+    """
+    return _apply("toward_zero", nearest, lost)
+
+
 def sqrt(x: Expr) -> Expr:
     """Return the square root, rounded to nearest even."""
     return _apply("sqrt", x)
@@ -315,6 +324,12 @@ def _fma_numpy(a: Array, b: Array, c: Array) -> Array:
     return np.asarray(_fma64(a, b, c), dtype=np.float64)
 
 
+def _toward_zero(nearest: Array, lost: Array) -> Array:
+    code = np.asarray(nearest).view(np.uint64)
+    inward = ((lost < 0) & (nearest > 0)) | ((lost > 0) & (nearest < 0))
+    return np.asarray(np.where(inward, code - np.uint64(1), code).astype(np.uint64).view(np.float64))
+
+
 def _checked_shift(shift: Callable[..., Array]) -> Callable[..., Array]:
     def apply(x: Array, n: Array) -> Array:
         if np.any(np.asarray(n) >= 8 * np.asarray(x).dtype.itemsize):
@@ -374,6 +389,7 @@ OPS: Final[dict[str, Op]] = {
     "fdiv": Op(_same(*_FLOATS), np.divide),
     "sqrt": Op(_same(*_FLOATS), np.sqrt),
     "fma": Op(_same(*_FLOATS), _fma_numpy),
+    "toward_zero": Op(_same("f64"), _toward_zero),
     "feq": Op(_compare(*_FLOATS), np.equal),
     "flt": Op(_compare(*_FLOATS), np.less),
     "fle": Op(_compare(*_FLOATS), np.less_equal),

@@ -62,7 +62,6 @@ def build_contract(variant: ContractVariant) -> str:
             with count(b, shard.begin, end, a["block"]) as k:
                 # Ascending blocks of ascending steps: each accumulator sees its steps in their order, once.
                 _block(work, _block_at(b, a, shard, k, levels_of(variant.kernel.shards)))
-    work.steps.report(a["flags"])
     b.ret_void()
     return str(module)
 

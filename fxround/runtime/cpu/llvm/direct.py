@@ -108,7 +108,6 @@ def build_direct(variant: DirectVariant) -> str:
                 with count(b, row, end, rows) as r:
                     work.tile(r, rows)
                 row = end
-    work.steps.report(a["flags"])
     b.ret_void()
     return str(module)
 
@@ -118,7 +117,7 @@ class _Direct:
 
     def __init__(self, b: ir.IRBuilder, a: dict[str, Any], variant: DirectVariant) -> None:
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
-        self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
+        self.steps = Steps(b, self.kernel, self.lanes, variant.machine, a["flags"])
         self.streams: Any = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
         self.left, self.right, self.out = (MEMORY[s] for s in (*self.kernel.loads, self.kernel.result))
 

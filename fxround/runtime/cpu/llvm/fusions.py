@@ -1,8 +1,8 @@
 """Several operators of the scalar IR as one instruction, where the processor has it.
 
-Three idioms are recognized: the sum with the high bits of a 32-bit random word, the next state of a random stream, and
-the test whether a binary64 value is finite and not zero, which is left as it is otherwise. Each instruction is defined
-as exactly these integer operators, so the bits are the same. ``vpmadd52huq`` adds bits 52 and up of a product of two
+Four idioms are recognized: the sum with the high bits of a 32-bit random word, the next state of a random stream, the
+test whether a binary64 value is finite and not zero, which is left as it is otherwise, and sums and multiply-adds that
+are rounded towards zero. Each instruction is defined as exactly these operators, so the bits are the same. ``vpmadd52huq`` adds bits 52 and up of a product of two
 numbers, of which it reads the 52 lowest bits, so a factor of 2^(52-n) shifts right by n; ``vpmadd52luq`` adds the bits
 below; ``vfixupimmpd`` chooses by a value's class.
 """
@@ -25,6 +25,9 @@ _SPECIAL: Final = 0x00110111
 # The 64-bit lanes of a 512-bit vector, and the bits of a factor that a 52-bit product reads.
 _LANES: Final = 8
 _FACTOR_BITS: Final = 52
+# The operand of an instruction that rounds towards zero, without exceptions.
+_TOWARD_ZERO: Final = 11
+_ONE: Final = 1023 << 52
 
 
 def fusions_for(machine: Machine, lanes: int) -> Fusion | None:
@@ -40,6 +43,8 @@ def fusions_for(machine: Machine, lanes: int) -> Fusion | None:
             return _shifted_sum(node, b, env, lanes) or _congruential(node, b, env, lanes)
         if node.op == "add" and halved:
             return _short_congruential(node, b, env, lanes)
+        if node.op == "toward_zero" and wide:
+            return _truncated(node.args[0], b, env, lanes)
         return _choice(node, b, env) if node.op == "select" and wide and lanes == _LANES else None
 
     return fuse
@@ -109,6 +114,29 @@ def _wide_product(half: str, b: ir.IRBuilder, addend: Any, x: Any, factor: int, 
     kind = llvm_type("u64", _LANES)
     callee = declared(b, f"llvm.x86.avx512.vpmadd52{half}.uq.512", ir.FunctionType(kind, [kind] * 3))
     return b.call(callee, [addend, x, literal("u64", factor, _LANES)])
+
+
+def _truncated(nearest: Expr, b: ir.IRBuilder, env: dict[Expr, Any], lanes: int) -> Any:
+    """The value of a binary64 multiply-add or sum, rounded towards zero; None for another operator."""
+    if nearest.op not in ("fma", "fadd") or any(x not in env for x in nearest.args):
+        return None
+    operands = [env[x] for x in nearest.args]
+    if nearest.op == "fadd":
+        # x * 1 + y: such code has more additions than products, which some processors have units apart for.
+        operands.insert(1, literal("f64", _ONE, lanes))
+    return _multiply_add(b, operands, lanes)
+
+
+def _multiply_add(b: ir.IRBuilder, operands: list[Any], lanes: int) -> Any:
+    """A multiply-add that is rounded towards zero."""
+    if lanes > _LANES:
+        parts = [
+            _multiply_add(b, [_part(b, x, first, lanes) for x in operands], lanes // 2) for first in (0, lanes // 2)
+        ]
+        return b.shuffle_vector(*parts, _numbers(0, lanes))
+    kind, word = llvm_type("f64", _LANES), ir.IntType(32)
+    callee = declared(b, "llvm.x86.avx512.vfmadd.pd.512", ir.FunctionType(kind, [kind] * 3 + [word]))
+    return b.call(callee, [*operands, word(_TOWARD_ZERO)])
 
 
 def _part(b: ir.IRBuilder, x: Any, first: int, lanes: int) -> Any:

@@ -102,7 +102,6 @@ def build_planes(variant: PlanesVariant) -> str:
         with count(b, I64(0), a["outputs"]) as output:
             work.contract(output)
             work.deliver()
-    work.steps.report(a["flags"])
     b.ret_void()
     return str(module)
 
@@ -116,7 +115,7 @@ class _Planes:
         if variant.step:
             a = a | {"stride2": I64(variant.step)}
         self.b, self.a, self.variant, self.kernel, self.lanes = b, a, variant, variant.kernel, variant.lanes
-        self.steps = Steps(b, self.kernel, self.lanes, variant.machine)
+        self.steps = Steps(b, self.kernel, self.lanes, variant.machine, a["flags"])
         self.streams: Any = Streams.load(b, a["key"], variant.kernel.parts) if variant.kernel.streams else None
         self.value = llvm_type(self.kernel.accumulator, 1)
         self.vector = llvm_type(self.kernel.accumulator, self.lanes)

@@ -83,6 +83,14 @@ def _widen(b: ir.IRBuilder, args: list[Any], result: Any) -> Any:
     return b.fpext(args[0], result) if isinstance(element, ir.DoubleType) else b.zext(args[0], result)
 
 
+def _toward_zero(b: ir.IRBuilder, args: list[Any], result: Any) -> Any:
+    lanes = result.count if isinstance(result, ir.VectorType) else 1
+    code, lost = (b.bitcast(x, llvm_type("u64", lanes)) for x in args)
+    outward = b.bitcast(b.xor(lost, b.and_(code, literal("u64", 1 << 63, lanes))), result)
+    inward = b.fcmp_ordered("<", outward, literal("f64", 0, lanes))
+    return b.bitcast(b.add(code, b.sext(inward, code.type)), result)
+
+
 TABLE: Final[dict[str, Emit]] = {
     "add": lambda b, a, t: b.add(*a),
     "sub": lambda b, a, t: b.sub(*a),
@@ -101,6 +109,7 @@ TABLE: Final[dict[str, Emit]] = {
     "fdiv": lambda b, a, t: b.fdiv(*a),
     "sqrt": _intrinsic("sqrt"),
     "fma": _intrinsic("fma"),
+    "toward_zero": _toward_zero,
     "feq": lambda b, a, t: b.fcmp_ordered("==", *a),
     "flt": lambda b, a, t: b.fcmp_ordered("<", *a),
     "fle": lambda b, a, t: b.fcmp_ordered("<=", *a),

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
 
 from fxround.kernels.kinds import COINS, Contract
-from fxround.numerics.arithmetic.scalar import WIDTH, Function
+from fxround.numerics.arithmetic.forms.dithered import is_operand
+from fxround.numerics.arithmetic.scalar import WIDTH, Function, param
 from fxround.numerics.formats.carriers import CARRIERS
 from fxround.numerics.orders import Shard
 from fxround.runtime.cpu.llvm.engine import Machine
@@ -59,14 +61,15 @@ class WaitingSums:
 
 
 class Steps:
-    """A kernel's functions on vectors of ``lanes`` results; notes whether a result was infinite or NaN."""
+    """A kernel's functions on vectors of ``lanes`` results.
 
-    def __init__(self, b: ir.IRBuilder, kernel: Contract, lanes: int, machine: Machine) -> None:
-        self.b, self.kernel, self.lanes = b, kernel, lanes
+    flags: the address of an i32, which is set to nonzero if a result was infinite or NaN in a watched kernel, or an
+    operand is not for a bounded one. It is never cleared: one bad value makes all results of the call's items not count.
+    """
+
+    def __init__(self, b: ir.IRBuilder, kernel: Contract, lanes: int, machine: Machine, flags: Any) -> None:
+        self.b, self.kernel, self.lanes, self.flags = b, kernel, lanes, flags
         self.fuse = fusions_for(machine, lanes)
-        # Set once and never cleared in a call: one bad result makes all results of the call's items not count.
-        self.bad = scratch(b, I32, 1)
-        b.store(I32(0), self.bad)
 
     @property
     def zero(self) -> Any:
@@ -76,6 +79,9 @@ class Steps:
     def lift(self, operand: int, value: Any, lanes: int) -> Any:
         """Convert stored elements of an operand to the accumulator's type, which is exact."""
         (lifted,) = emit(self.kernel.lifts[operand], self.b, [value], lanes)
+        if self.kernel.bounded:
+            (bounded,) = emit(_bounded(), self.b, [lifted], lanes)
+            self._note(self.b.not_(bounded), lanes)
         return lifted
 
     def load_lifted(self, operand: int, address: Any, lanes: int) -> Any:
@@ -144,12 +150,6 @@ class Steps:
         (rounded,) = emit(self.kernel.finish, self.b, [value, bits], self.lanes)
         return rounded
 
-    def report(self, flags: Any) -> None:
-        """In a watched kernel, set ``flags`` if a result was infinite or NaN."""
-        if self.kernel.watched:
-            b = self.b
-            b.store(b.or_(b.load(flags, typ=I32), b.load(self.bad, typ=I32)), flags)
-
     def _apply(self, function: Function, operands: list[Any], values: list[Any], places: int, place: int) -> None:
         """Emit acc = function(operands..., random) for one place, and advance its stream if the kernel draws."""
         b, kernel, state = self.b, self.kernel, values[places + place] if self.kernel.draws else None
@@ -173,6 +173,22 @@ class Steps:
         # computed again by the general kernel.
         magnitude = literal(carrier.code, (1 << (WIDTH[carrier.code] - 1)) - 1, self.lanes)
         ordinal = b.and_(b.bitcast(value, magnitude.type), magnitude)
-        beyond = b.icmp_unsigned(">=", ordinal, literal(carrier.code, carrier.infinity, self.lanes))
-        some = b.icmp_unsigned("!=", b.bitcast(beyond, ir.IntType(self.lanes)), ir.IntType(self.lanes)(0))
-        b.store(b.or_(b.load(self.bad, typ=I32), b.zext(some, I32)), self.bad)
+        self._note(b.icmp_unsigned(">=", ordinal, literal(carrier.code, carrier.infinity, self.lanes)), self.lanes)
+
+    def _note(self, bad: Any, lanes: int) -> None:
+        """Note whether a lane is bad.
+
+        In memory: of a flag in a register, which nested loops carry, NewGVN of LLVM 22.1 finds that it stays zero.
+        """
+        b, some = self.b, bad
+        if lanes > 1:
+            some = b.icmp_unsigned("!=", b.bitcast(bad, ir.IntType(lanes)), ir.IntType(lanes)(0))
+        with b.if_then(some, likely=False):
+            b.store(I32(1), self.flags)
+
+
+@cache
+def _bounded() -> Function:
+    """Return the function that says whether an operand is one of a bounded kernel."""
+    x = param("x", "f64")
+    return Function("bounded", (x,), (is_operand(x),))

@@ -97,6 +97,8 @@ def tile_for(kernel: Contract, machine: Machine, block: int) -> ContractVariant:
         return ContractVariant(kernel, lanes, 2, (6, 4, 2, 1) if many else (2, 1), pitch, machine)
     if kernel.accumulator == "f32":
         return ContractVariant(kernel, lanes, 2, (8, 4, 2, 1) if many else (3, 1), pitch, machine)
+    if kernel.bounded and many:
+        return ContractVariant(kernel, lanes, 2, (4, 2, 1), pitch, machine)
     if work < 20:
         return ContractVariant(kernel, lanes, 1, (8, 4, 2, 1) if many else (4, 2, 1), pitch, machine)
     return ContractVariant(kernel, lanes, 1, (4, 2, 1) if many else (2, 1), pitch, machine)
@@ -115,8 +117,8 @@ def _usual(step: Function) -> int:
 
 
 def quick_for(kernel: Contract, machine: Machine) -> Contract | None:
-    """The kernel's quick equal if the processor has a fused multiply-add and known exception flags, else None."""
-    return kernel.quick if machine.directed else None
+    """The kernel's quick equal; a watched one needs a fused multiply-add and known exception flags."""
+    return kernel.quick if kernel.quick is None or kernel.quick.bounded or machine.directed else None
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Item:
         self.of_level = b.mul(b.mul(a["chunk"], a["wide"]), I64(variant.width))
         self.states = at(b, self.accs, b.mul(self.of_level, I64(variant.levels)), self.value)
         self.level: Any = I64(0)
-        self.steps = Steps(b, self.kernel, variant.lanes, variant.machine)
+        self.steps = Steps(b, self.kernel, variant.lanes, variant.machine, a["flags"])
 
     def enter(self, item: Any) -> None:
         """Find the batch, rows and panels of an item: panels vary fastest, then chunks of rows."""

@@ -52,6 +52,9 @@ TABLE: Final[Mapping[str, str | Mapping[str, str] | Callable[..., str]]] = Mappi
         "fdiv": {"f32": "__fdiv_rn({0}, {1})", "f64": "__ddiv_rn({0}, {1})"},
         "sqrt": {"f32": "__fsqrt_rn({0})", "f64": "__dsqrt_rn({0})"},
         "fma": {"f32": "__fmaf_rn({0}, {1}, {2})", "f64": "__fma_rn({0}, {1}, {2})"},
+        "toward_zero": (
+            "__longlong_as_double(__double_as_longlong({0}) - ({1} < 0.0 ? {0} > 0.0 : {1} > 0.0 && {0} < 0.0))"
+        ),
         "feq": "{0} == {1}",
         "flt": "{0} < {1}",
         "fle": "{0} <= {1}",
