@@ -29,6 +29,11 @@ def _is_hardware(rounding: Rounding) -> bool:
     return str(rounding) == "binary32/nearest_even/inf"
 
 
+def passes_any_nan(accumulate: Rounding) -> bool:
+    """Whether steps are the hardware's in binary64, which keep a NaN of any bits; the store gives the one NaN."""
+    return str(accumulate) == "binary64/nearest_even/inf"
+
+
 def chain_rounding(
     accumulate: Rounding, accumulator: Type, carriers: tuple[Type, ...], faults: Faults | None = None
 ) -> Rounding:
@@ -98,7 +103,7 @@ def add_function(
     x = param("x", ELEMENT_OF[loaded] if loaded else accumulator)
     value = _loaded(x, loaded, accumulate) if loaded else x
     # A binary64 operand's NaN may have any bits, and so may one that a fault made.
-    any_nan = loaded not in (None, "f64") and faults is None
+    any_nan = faults is None and (loaded not in (None, "f64") or passes_any_nan(accumulate))
     if accumulator == "f64" and inside and (wraps(accumulate) or is_short(accumulate)):
         element = apply("identity", (value,), None, accumulator)
         total = fixed_sum(acc, element, accumulate, random, on_grid)

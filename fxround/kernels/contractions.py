@@ -19,6 +19,7 @@ from fxround.kernels.accumulators import (
     finish_function,
     held_as,
     lift_function,
+    passes_any_nan,
     stays_inside,
     unfinished_function,
 )
@@ -99,8 +100,8 @@ def _contract_step(how: Accumulation, step: Rounding, accumulator: Type, carrier
     a, b, acc = (param(name, accumulator) for name in ("a", "b", "acc"))
     random = param("random", "u32")
     narrow_factors = stays_inside("f64" not in carriers, step, how.flips)
-    # A NaN that a fault made may have any bits.
-    any_nan = narrow_factors and how.flips is None
+    # A NaN that a fault made, or a binary64 operand, may have any bits.
+    any_nan = how.flips is None and (narrow_factors or passes_any_nan(step))
     in_fixed = accumulator == "f64" and (wraps(step) or (narrow_factors and is_short(step)))
     if how.product is not None:
         # The two roundings of a step share its 32 bits: the product draws the low half, the sum the high half.

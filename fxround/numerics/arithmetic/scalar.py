@@ -233,8 +233,8 @@ def fma(a: Expr, b: Expr | float, c: Expr | float) -> Expr:
 def toward_zero(nearest: Expr, lost: Expr) -> Expr:
     """Return a sum or a multiply-add of f64 values rounded towards zero, from the nearest value and what it lost.
 
-    ``lost``, of which the sign alone counts, is the exact value minus ``nearest``. A target may compute the result of an
-    addition or a multiply-add without looking at ``lost``, which must then be right or not matter.
+    ``lost``, of which the sign alone counts, is the exact value minus ``nearest``. A target may compute an addition or
+    a multiply-add without looking at ``lost``, which must therefore be right or not matter.
     """
     return _apply("toward_zero", nearest, lost)
 

@@ -1,1 +1,1 @@
-"""Shorter forms of an operation and its rounding, each of them equal to the general one where its file says so."""
+"""Shorter forms of an operation and its rounding, in place of the general ones where their files say so."""

@@ -2,9 +2,10 @@
 
 Four idioms are recognized: the sum with the high bits of a 32-bit random word, the next state of a random stream, the
 test whether a binary64 value is finite and not zero, which is left as it is otherwise, and sums and multiply-adds that
-are rounded towards zero. Each instruction is defined as exactly these operators, so the bits are the same. ``vpmadd52huq`` adds bits 52 and up of a product of two
-numbers, of which it reads the 52 lowest bits, so a factor of 2^(52-n) shifts right by n; ``vpmadd52luq`` adds the bits
-below; ``vfixupimmpd`` chooses by a value's class.
+are rounded towards zero. Each instruction is defined as exactly these operators, so the bits are the same.
+``vpmadd52huq`` adds bits 52 and up of a product of two numbers, of which it reads the 52 lowest bits, so a factor of
+2^(52-n) shifts right by n; ``vpmadd52luq`` adds the bits below; ``vfixupimmpd`` chooses by a value's class; and
+``vfmadd213pd`` has a rounding direction of its own.
 """
 
 from __future__ import annotations

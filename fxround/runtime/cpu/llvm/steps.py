@@ -64,7 +64,7 @@ class Steps:
     """A kernel's functions on vectors of ``lanes`` results.
 
     flags: the address of an i32, which is set to nonzero if a result was infinite or NaN in a watched kernel, or an
-    operand is not for a bounded one. It is never cleared: one bad value makes all results of the call's items not count.
+    operand is not for a bounded one. It is never cleared: one bad value makes no result of the call's items count.
     """
 
     def __init__(self, b: ir.IRBuilder, kernel: Contract, lanes: int, machine: Machine, flags: Any) -> None:
