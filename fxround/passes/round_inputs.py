@@ -112,7 +112,7 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
                 writer = _Before(
                     part, placed, _stream(own, texts, f"{_said(wanted)} {dims} {groups}"), node, multiplier
                 )
-                node.update_arg(position, _laid_out(_in_groups(operand, dims, groups, writer), operand, writer))
+                node.update_arg(position, _in_layout(operand, dims, groups, writer))
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
     at = [place for _, _, place in rounded_sites]
@@ -144,26 +144,49 @@ def _with_held(part: fx.GraphModule, placed: Site, own: Site, texts: list[str], 
     def rounded(operand: fx.Node, layout: Layout, scales: fx.Node) -> fx.Node:
         stream = _stream(own, texts, f"{said} {layout.dims} {layout.groups}")
         writer = _Before(part, placed, stream, node, scales, layout)
-        return _laid_out(_in_groups(operand, layout.dims, layout.groups, writer), operand, writer)
+        rounded = _in_groups(operand, layout.dims, layout.groups, writer)
+        return _turned(_copied(_turned(rounded, writer), writer), writer) if _keeps_layout(operand, writer) else rounded
 
     return rounded
 
 
-def _laid_out(rounded: fx.Node, operand: fx.Node, writer: _Before) -> fx.Node:
-    """Return a rounded matrix for a product of PyTorch's that is transposed in memory if its operand is.
+def _in_layout(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
+    """Return ``_in_groups``, in the layout of the operand where ``_keeps_layout``."""
+    if not _keeps_layout(operand, writer):
+        return _in_groups(operand, dims, groups, writer)
+    rounding = decided(writer.place)
+    assert rounding is not None
+    if rounding[1].mode.random_bits:
+        # Random bits are numbered by the elements of the operand in their row-major order.
+        rounded = _in_groups(operand, dims, groups, writer)
+        return _turned(_copied(_turned(rounded, writer), writer), writer)
+    last = operand.meta["val"].dim() - 1
+    swapped = {last: last - 1, last - 1: last}
+    turned = tuple(swapped.get(d % (last + 1), d) for d in dims)
+    return _turned(_in_groups(_turned(operand, writer), turned, groups, writer), writer)
+
+
+def _keeps_layout(operand: fx.Node, writer: _Before) -> bool:
+    """Whether the rounded operand must be transposed in memory, as the operand is: for a product of PyTorch's.
 
     PyTorch's products of 16-bit formats take ten times as long with a row-major right operand as with a transposed one.
     """
-    value, graph, near = operand.meta["val"], writer.graph, writer.near
-    product = site(near)
-    if product is None or not keeps_stock_kernel(near, product):
-        return rounded
-    if value.dtype.itemsize != 2 or value.dim() < 2 or is_row_major(value) or not is_row_major(value.mT):
-        return rounded
-    order = [*range(value.dim() - 2), value.dim() - 1, value.dim() - 2]
-    turned = insert(graph, near, torch.ops.aten.permute.default, (rounded, order))
-    copied = insert(graph, near, torch.ops.aten.clone.default, (turned,), memory_format=torch.contiguous_format)
-    return insert(graph, near, torch.ops.aten.permute.default, (copied, order))
+    value, product = operand.meta["val"], site(writer.near)
+    if product is None or not keeps_stock_kernel(writer.near, product):
+        return False
+    return value.dtype.itemsize == 2 and value.dim() > 1 and not is_row_major(value) and is_row_major(value.mT)
+
+
+def _turned(matrix: fx.Node, writer: _Before) -> fx.Node:
+    """Return the transposed matrix, a view."""
+    last = matrix.meta["val"].dim() - 1
+    order = [*range(last - 1), last, last - 1]
+    return insert(writer.graph, writer.near, torch.ops.aten.permute.default, (matrix, order))
+
+
+def _copied(x: fx.Node, writer: _Before) -> fx.Node:
+    clone = torch.ops.aten.clone.default
+    return insert(writer.graph, writer.near, clone, (x,), memory_format=torch.contiguous_format)
 
 
 def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
