@@ -144,37 +144,46 @@ def _with_held(part: fx.GraphModule, placed: Site, own: Site, texts: list[str], 
     def rounded(operand: fx.Node, layout: Layout, scales: fx.Node) -> fx.Node:
         stream = _stream(own, texts, f"{said} {layout.dims} {layout.groups}")
         writer = _Before(part, placed, stream, node, scales, layout)
-        rounded = _in_groups(operand, layout.dims, layout.groups, writer)
-        return _turned(_copied(_turned(rounded, writer), writer), writer) if _keeps_layout(operand, writer) else rounded
+        return _copied(_in_groups(operand, layout.dims, layout.groups, writer), operand, writer)
 
     return rounded
 
 
 def _in_layout(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
-    """Return ``_in_groups``, in the layout of the operand where ``_keeps_layout``."""
-    if not _keeps_layout(operand, writer):
-        return _in_groups(operand, dims, groups, writer)
-    rounding = decided(writer.place)
-    assert rounding is not None
-    if rounding[1].mode.random_bits:
-        # Random bits are numbered by the elements of the operand in their row-major order.
-        rounded = _in_groups(operand, dims, groups, writer)
-        return _turned(_copied(_turned(rounded, writer), writer), writer)
+    """Return ``_in_groups`` for a product; a matrix that is transposed in memory is rounded as it lies there.
+
+    The other way round, memory would be read in one order and written in another one, which takes three times as long.
+    """
+    product, wanted = site(writer.near), writer.place.assignment
+    assert product is not None and wanted is not None and wanted.rounding is not None
+    # Random bits are numbered by the elements of the operand in their row-major order.
+    draws = wanted.rounding.mode.random_bits or wanted.faults is not None
+    if product.kind != "contraction" or draws or not _is_turned(operand):
+        return _copied(_in_groups(operand, dims, groups, writer), operand, writer)
     last = operand.meta["val"].dim() - 1
     swapped = {last: last - 1, last - 1: last}
     turned = tuple(swapped.get(d % (last + 1), d) for d in dims)
     return _turned(_in_groups(_turned(operand, writer), turned, groups, writer), writer)
 
 
-def _keeps_layout(operand: fx.Node, writer: _Before) -> bool:
-    """Whether the rounded operand must be transposed in memory, as the operand is: for a product of PyTorch's.
+def _copied(rounded: fx.Node, operand: fx.Node, writer: _Before) -> fx.Node:
+    """Return the rounded operand of a product of PyTorch's as a matrix that is transposed in memory if the operand is.
 
     PyTorch's products of 16-bit formats take ten times as long with a row-major right operand as with a transposed one.
     """
-    value, product = operand.meta["val"], site(writer.near)
-    if product is None or not keeps_stock_kernel(writer.near, product):
-        return False
-    return value.dtype.itemsize == 2 and value.dim() > 1 and not is_row_major(value) and is_row_major(value.mT)
+    product = site(writer.near)
+    is_native = product is not None and keeps_stock_kernel(writer.near, product)
+    if not is_native or operand.meta["val"].dtype.itemsize != 2 or not _is_turned(operand):
+        return rounded
+    clone, turned = torch.ops.aten.clone.default, _turned(rounded, writer)
+    copied = insert(writer.graph, writer.near, clone, (turned,), memory_format=torch.contiguous_format)
+    return _turned(copied, writer)
+
+
+def _is_turned(operand: fx.Node) -> bool:
+    """Whether an operand is a matrix, or several, that is transposed in memory."""
+    value = operand.meta["val"]
+    return value.dim() > 1 and not is_row_major(value) and is_row_major(value.mT)
 
 
 def _turned(matrix: fx.Node, writer: _Before) -> fx.Node:
@@ -182,11 +191,6 @@ def _turned(matrix: fx.Node, writer: _Before) -> fx.Node:
     last = matrix.meta["val"].dim() - 1
     order = [*range(last - 1), last, last - 1]
     return insert(writer.graph, writer.near, torch.ops.aten.permute.default, (matrix, order))
-
-
-def _copied(x: fx.Node, writer: _Before) -> fx.Node:
-    clone = torch.ops.aten.clone.default
-    return insert(writer.graph, writer.near, clone, (x,), memory_format=torch.contiguous_format)
 
 
 def _in_groups(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
