@@ -106,6 +106,7 @@ MAP_KERNELS: dict[str, tuple[str, tuple[Storage, ...], Storage]] = {
     "powers of two": ("t0 = mul(x0, x1) @ e4m3fnuz/nearest_even", ("e8m0fnu", "f32"), "e4m3fnuz"),
     "bfloat16 in, half out": ("t0 = identity(x0) @ binary16/stochastic:3", ("bf16",), "f16"),
     "binary64": ("t0 = fma(x0, x1, x2) @ binary32/toward_zero", ("f64", "f64", "f64"), "f64"),
+    "binary64 drawn": ("t0 = fma(x0, x1, x2) @ binary64/stochastic", ("f64", "f64", "f64"), "f64"),
     "exact": ("t0 = neg(x0) @ exact", ("f32",), "f32"),
     **{
         f"faults of {fmt} in {c}": (faulty(fmt, fault), (c,), c)
@@ -154,6 +155,7 @@ CONTRACT_KERNELS: dict[str, tuple[str, str, tuple[Storage, Storage], Storage]] =
     "mixed": ("binary32", "bfloat16/stochastic", ("bf16", "f16"), "bf16"),
     "8 bits": ("binary32", "e4m3fn/stochastic/saturate", ("e4m3fn", "e5m2"), "e4m3fn"),
     "binary64": ("binary64", "binary64", ("f64", "f64"), "f64"),
+    "binary64 drawn": ("binary64/stochastic", "binary64", ("f64", "f64"), "f64"),
 }
 
 
