@@ -20,7 +20,7 @@ from fxround.numerics.arithmetic.forms.single import has_single_value, single_va
 from fxround.numerics.arithmetic.forms.ties import NEAREST, is_doubtful, rounds_twice
 from fxround.numerics.arithmetic.operators import HARDWARE, apply
 from fxround.numerics.arithmetic.randomness import width_of
-from fxround.numerics.arithmetic.scalar import Expr, Function, Type, const, param, rarely
+from fxround.numerics.arithmetic.scalar import Expr, Function, Type, const, negate, param, rarely
 from fxround.numerics.faults import numbers_of
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.carriers import CARRIERS
@@ -131,7 +131,7 @@ def _map_of(
     values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
     randoms: list[Expr] = []
     drawn: list[Word] = []
-    plain = {carrier, *(CARRIER_OF[s] for s in loads)} == {"f32"}
+    plain, wide = ({carrier, *(CARRIER_OF[s] for s in loads)} == {one} for one in ("f32", "f64"))
     for number, (s, word) in enumerate(zip(program.statements, words, strict=True)):
         random = param(f"r{number}", "u32") if draws(s) else None
         if random is not None:
@@ -143,6 +143,8 @@ def _map_of(
         value = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
         if plain and s.rounding is not None:
             value = _in_binary32(s, s.rounding, operands, free, powers, random, value)
+        if wide and s.rounding is not None and short_rounding.is_short(s.rounding, CARRIERS["f64"]):
+            value = _short(s, operands, False, (), value)
         values[s.target] = value
         if single and s.rounding is not None and random is not None and has_single_value(s.operator, s.rounding):
             values[s.target] = single_value(s.operator, operands, s.rounding, random, value)
@@ -166,7 +168,7 @@ def _in_binary32(
         nearest = NEAREST[s.operator](*operands)
         rounded = round_by_addition(nearest, rounding, carrier, random, any_nan)
         return rarely(is_doubtful(s.operator, operands, nearest, rounding), general, rounded)
-    return _short(s, operands, any_nan, powers, general) if short_rounding.is_short(rounding) else general
+    return _short(s, operands, any_nan, powers, general) if short_rounding.is_short(rounding, carrier) else general
 
 
 def _short(s: Statement, operands: tuple[Expr, ...], any_nan: bool, powers: tuple[str, ...], general: Expr) -> Expr:
@@ -181,6 +183,9 @@ def _short(s: Statement, operands: tuple[Expr, ...], any_nan: bool, powers: tupl
         return short_rounding.quotient(x, others[0], s.rounding, any_nan, general)
     if s.operator == "mul":
         return short_rounding.product(x, others[0], s.rounding, any_nan, general)
+    if s.operator in ("add", "sub") and x.type == "f64":
+        y = negate(others[0]) if s.operator == "sub" else others[0]
+        return short_rounding.total(x, y, s.rounding, any_nan, general)
     return general
 
 
