@@ -19,7 +19,8 @@ from fxround.capture import fully_sharded
 from fxround.capture.shared_choices import EXTREME_OF_PROCESSES
 from fxround.compiler import agreement
 from fxround.errors import CaptureError, FxroundError, PolicyError, UnsupportedOperator, UnsupportedRounding
-from fxround.graph.dialect import AddProcesses, Pointwise, StateOfPart, Sum
+from fxround.graph.dialect import AddProcesses, Matmul, Pointwise, StateOfPart, Sum
+from fxround.numerics.orders import shards_of
 from fxround.training import compile_optimizer
 
 dist = pytest.importorskip("torch.distributed", reason="this PyTorch was built without torch.distributed")
@@ -430,6 +431,17 @@ def test_sums_whose_elements_do_not_follow_each_other_are_computed_by_all(group:
         sums = [node for node in prepared(summed, batch).graph.graph.nodes if node.target == Sum.overload]
         assert [node.args[3] for node in sums] == ["shards:8/lanes:16"] * 2 + [order]  # a mean, a variance, the sum
         assert sums[-1].args[0].meta["val"].shape[1] == size
+
+
+def test_sums_over_uneven_parts_are_computed_by_all(group: Callable[..., DeviceMesh]) -> None:
+    """Four processes have 6, 6, 6 and 3 of 21 elements; the four parts of the tree are 6, 5, 5 and 5."""
+    assert [first.end for first in shards_of(21, 4)] == [6, 11, 16, 21]
+    plan = RowwiseParallel(input_layouts=Replicate())
+    layer = parallelize_module(nn.Linear(21, 8), group(4, 3), plan).requires_grad_(False)
+    nodes = prepared(layer, torch.ones(3, 21)).graph.graph.nodes
+    (product,) = (node for node in nodes if node.target == Matmul.overload)
+    assert product.args[0].meta["val"].shape[1] == 21 and product.args[2].endswith("shards=8")
+    assert not any(node.target == AddProcesses.overload for node in nodes)
 
 
 def test_gradients_that_would_be_added_in_another_order_are_refused(group: Callable[..., DeviceMesh]) -> None:

@@ -152,19 +152,25 @@ class Uneven(Vocabulary):
     """Rows, columns, features and classes that processes cannot share evenly; the last processes have few, or none.
 
     Two processes have 1 and 0 columns of "positions", and 3 and 2 features of "up"; four have 2, 2, 1 and 0 of "up".
+    The layer "down" sums over 21 features.
     """
 
     def __init__(self, processes: int = 1) -> None:
         super().__init__(processes)
-        self.embedding, self.positions = nn.Embedding(21, 16, padding_idx=20), nn.Embedding(8, 1)
-        self.up, self.head, self.dropout = nn.Linear(16, 5), nn.Linear(5, 21), nn.Dropout(0.25)
+        self.embedding, self.positions = nn.Embedding(21, 21, padding_idx=20), nn.Embedding(8, 1)
+        self.down, self.up, self.head = nn.Linear(21, 16), nn.Linear(16, 5), nn.Linear(5, 21)
+        self.dropout = nn.Dropout(0.25)
         with torch.no_grad():
             self.embedding.weight[::2, ::2] = -0.0
 
-    plan: ClassVar = {**Vocabulary.plan, "up": lambda: ColwiseParallel(output_layouts=Replicate())}
+    plan: ClassVar = {
+        **Vocabulary.plan,
+        "down": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "up": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.gelu(self.up(x))
+        return F.gelu(self.up(self.down(x)))
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(self.dropout(logits), labels)
