@@ -49,6 +49,7 @@ from fxround.passes.scaling import NodeWriter, What, rounded_in_blocks, scaled
 from fxround.policy import ENTERING, Assignment
 
 _BACKWARD: Final = torch.ops.aten.convolution_backward.default
+_PRODUCTS: Final = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 
 
 def round_entries(graph: fx.GraphModule, plan: Plan) -> None:
@@ -150,20 +151,28 @@ def _with_held(part: fx.GraphModule, placed: Site, own: Site, texts: list[str], 
 
 
 def _in_layout(operand: fx.Node, dims: tuple[int, ...], groups: int, writer: _Before) -> fx.Node:
-    """Return ``_in_groups`` for a product; a matrix that is transposed in memory is rounded as it lies there.
+    """Return ``_in_groups``; a matrix of a product that is transposed in memory is rounded as it lies there.
 
     The other way round, memory would be read in one order and written in another one, which takes three times as long.
     """
-    product, wanted = site(writer.near), writer.place.assignment
-    assert product is not None and wanted is not None and wanted.rounding is not None
-    # Random bits are numbered by the elements of the operand in their row-major order.
-    draws = wanted.rounding.mode.random_bits or wanted.faults is not None
-    if product.kind != "contraction" or draws or not _is_turned(operand):
+    if writer.near.target not in _PRODUCTS or not _is_turned(operand) or not _may_turn(writer.place):
         return _copied(_in_groups(operand, dims, groups, writer), operand, writer)
     last = operand.meta["val"].dim() - 1
     swapped = {last: last - 1, last - 1: last}
     turned = tuple(swapped.get(d % (last + 1), d) for d in dims)
     return _turned(_in_groups(_turned(operand, writer), turned, groups, writer), writer)
+
+
+def _may_turn(place: Site) -> bool:
+    """Whether a matrix may be rounded in place of the transposed one, with blocks along its other dimension."""
+    wanted = place.assignment
+    assert wanted is not None and wanted.rounding is not None and wanted.scaled is not None
+    # Random bits are numbered by the elements of the operand in their row-major order.
+    if wanted.rounding.mode.random_bits or wanted.faults is not None:
+        return False
+    scaling = wanted.scaled.format.scaling
+    tile = () if scaling is None or isinstance(scaling.block, str) else scaling.block
+    return len(set(tile)) < 2
 
 
 def _copied(rounded: fx.Node, operand: fx.Node, writer: _Before) -> fx.Node:
