@@ -16,7 +16,7 @@ def test_judges_are_files() -> None:
 
 def test_the_longest_path_counts() -> None:
     assert judges("fxround/runtime/schedule/verify.py") == ("tests/runtime/test_schedule.py",)
-    assert judges("fxround/runtime/schedule/segments.py") == JUDGES["fxround/runtime/schedule"]
+    assert judges("fxround/runtime/schedule/groups.py") == JUDGES["fxround/runtime/schedule"]
     assert judges("fxround/runtime/scheduled.py") == ()
 
 
