@@ -181,14 +181,15 @@ def _text(graph: fx.GraphModule) -> str:
 
 
 def _sent(name: str, node: fx.Node) -> str:
-    """Return the dtype and the fixed sizes of what a node sends to other processes; "" if it sends nothing.
+    """Return the dtypes and the fixed sizes of what a node sends to other processes; "" if it sends nothing.
 
     Symbolic sizes follow from those of the arguments, which every call compares, by other expressions of each process.
     """
     if not name.startswith(_COLLECTIVE) and node.target not in _COLLECTIVES:
         return ""
-    sent = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return f"{sent.dtype} {[size if isinstance(size, int) else '' for size in sent.shape]}"
+    values = [operand.meta["val"] for operand in node.all_input_nodes]
+    sent = [x for x in values if isinstance(x, Tensor)]
+    return " ".join(f"{x.dtype} {[size if isinstance(size, int) else '' for size in x.shape]}" for x in sent)
 
 
 def _digest(text: str) -> str:

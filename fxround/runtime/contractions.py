@@ -30,7 +30,7 @@ from fxround.runtime.memo import by_bytes
 from fxround.runtime.operands import storage_of
 
 CPU: Final = torch.device("cpu")
-# What puts so many zeros before and after the spatial dimensions of a tensor, as ``padded`` does.
+# A function of (x, before, after) that pads the spatial dimensions of x with zeros, as ``padded`` does.
 Padding = Callable[[Tensor, Sequence[int], Sequence[int]], Tensor]
 # The bytes that each cache of tables of offsets may hold: a table has 8 bytes for each column, pixel or step.
 TABLES: Final = 1 << 24
