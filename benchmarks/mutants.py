@@ -45,6 +45,7 @@ JUDGES: Final = {
     "fxround/runtime/schedule/verify.py": ("tests/runtime/test_schedule.py",),
     "fxround/runtime/schedule/aliasing.py": ("tests/runtime/test_schedule.py", "tests/module/test_aliases.py"),
     "fxround/runtime/cpu/plans/machine_loops.py": ("tests/runtime/test_machine_loops.py", "tests/test_loops.py"),
+    "fxround/runtime/cpu/launches.py": ("tests/runtime/test_launches.py", "tests/runtime/test_straight.py"),
     "fxround/runtime/schedule/row_chains.py": ("tests/runtime/test_row_chains.py",),
     "fxround/runtime/schedule/epilogues.py": ("tests/runtime/test_epilogues.py",),
     "fxround/runtime/schedule/straight.py": ("tests/runtime/test_straight.py",),

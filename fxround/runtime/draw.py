@@ -89,10 +89,9 @@ class Draw:
         return (self.seed & _WORD, self.seed >> 32, self.sample, *(n & _WORD for n in nodes))
 
 
-def key_of(call: Call[Any], rng: Tensor, draws: bool = True) -> Any:
-    """The random key of a kernel's call. draws: whether the kernel uses it."""
+def key_of(call: Call[Any], rng: Tensor | None, draws: bool = True) -> Any:
+    """The random key of a kernel's call, without seed and sample if there is no state. draws: whether it is used."""
     if not draws:
         return NO_KEY
-    if isinstance(call, Fused):
-        return Draw.of(rng, 0).keys(call.nodes)
-    return Draw.of(rng, call.node).key()  # type: ignore[attr-defined]
+    nodes = call.nodes if isinstance(call, Fused) else (call.node,)  # type: ignore[attr-defined]
+    return (Draw() if rng is None else Draw.of(rng, 0)).keys(nodes)

@@ -51,7 +51,7 @@ FURTHER = (
 # ``build_direct`` masks its loads, which NEON does not: no product takes it there.
 BUILDERS = {
     *("build_map", "build_contract", "build_planes", "build_along", "build_across", "build_rows", "build_scan"),
-    *("build_exact", "build_scatter", "build_chain", "build_team", "build_pad"),
+    *("build_exact", "build_scatter", "build_launches", "build_team", "build_pad"),
 }
 DRAW = aarch64.DRAW
 # What LLVM may call for copies and zeros: a part of every C library.

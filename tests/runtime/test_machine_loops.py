@@ -238,7 +238,7 @@ def test_a_plan_serves_calls_of_other_tensors_lengths_and_samples() -> None:
 
 
 @torch.no_grad()
-def test_calls_at_the_same_time_have_plans_of_their_own() -> None:
+def test_calls_at_the_same_time_share_a_plan() -> None:
     compiled = fxround.compile(lambda a, us: scan(lambda s, u: (s * u, s + u), a, us), "reproducible")
     given = [(torch.rand(8), torch.rand(20_000, 8)) for _ in range(3)]
     expected = [compiled(*args) for args in given]

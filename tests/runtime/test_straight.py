@@ -18,8 +18,8 @@ import fxround
 from fxround.policy import Policy, Rule
 from fxround.runtime import buffers
 from fxround.runtime.call_programs import _BINDINGS, CallPlan, Run
+from fxround.runtime.cpu.launches import LaunchTable
 from fxround.runtime.cpu.llvm.engine import instruction_sets
-from fxround.runtime.cpu.plans.segments import Segment
 from fxround.runtime.cpu.plans.straight import program
 from fxround.runtime.schedule.loops import ScanPart
 from fxround.runtime.schedule.straight import SOURCE, Straight
@@ -265,7 +265,7 @@ def test_products_whose_quick_results_do_not_count_are_done_again(accumulate: st
     compiled = fxround.compile(model, policy)
     for _ in range(2):
         compiled(x)
-    with mock.patch.object(Segment, "_again", autospec=True, side_effect=Segment._again) as again:
+    with mock.patch.object(LaunchTable, "_again", autospec=True, side_effect=LaunchTable._again) as again:
         for scale in (1e-38, 1e38, float("inf"), float("nan"), 1e-45, 1.0):
             # Subnormal numbers and infinities, first in one row, then in all.
             for other in (torch.cat([x[:1] * scale, x[1:]]), x * scale):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxround.runtime import buffers, contractions
-from fxround.runtime.cpu import contraction, planes, row_chains
+from fxround.runtime.cpu import contraction, launches, planes
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -85,7 +85,7 @@ def everywhere(at_end: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(buffers, "empty", result))
-        for user in (contraction, row_chains):
+        for user in (contraction, launches):
             stack.enter_context(patch.object(user, "scratch", scratch))
         for module, name in (
             (contractions, "offsets"),

@@ -21,7 +21,7 @@ from fxround.graph.geometry import broadcast
 from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime import buffers
-from fxround.runtime.cpu.code import address_of, current_machine, current_set, native, signature
+from fxround.runtime.cpu.code import current_machine, current_set, native, signature
 from fxround.runtime.cpu.llvm.map import MAX_DIMS, Access, MapVariant, build_map
 from fxround.runtime.cpu.threads import pieces_of, spread
 from fxround.runtime.layouts import collapse, expanded
@@ -167,13 +167,6 @@ class MapCall:
         function = native(variant.digest, build_map, variant, "map", _MAP)
         steps = [s for operand in strides for s in operand]
         return MapCall(function, shape, total, len(sizes), array(sizes), array(steps))
-
-    @property
-    def stage(self) -> tuple[int, ...]:
-        """The call as a chain's table has it: ``llvm.row_chain.STAGE`` up to the number of operands."""
-        at = ctypes.addressof
-        layout = self.total, self.dims, at(self.sizes), at(self.steps)
-        return address_of(self.function), 0, self.unit, math.prod(self.shape[-1:]), *layout
 
     @property
     def blocks(self) -> int:

@@ -1,21 +1,25 @@
-"""A map over several lists of CPU tensors that it overwrites: one native call for all of them."""
+"""A map over several lists of CPU tensors that it overwrites: one call of machine code for all of them."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final
 
 from fxround.kernels.kinds import Map
 from fxround.numerics.arithmetic.randomness import BLOCK
-from fxround.runtime.cpu.code import address_of, current_set, native
-from fxround.runtime.cpu.llvm.several import build_several
+from fxround.runtime.cpu.code import current_set
+from fxround.runtime.cpu.launches import ALL, Address, Launch, LaunchTable, Read
 from fxround.runtime.cpu.pointwise import ENOUGH, addresses, array, map_call
-from fxround.runtime.cpu.threads import pieces_of, spread
+from fxround.runtime.cpu.threads import pieces_of
+from fxround.runtime.draw import Draw
 from fxround.runtime.several import Several
 
-_SEVERAL: Final = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)
 _LOW: Final = (1 << 32) - 1
 _WORD: Final = ctypes.sizeof(ctypes.c_int64)
+# A step reads a row: a range of blocks of an entry, how many elements the entry has, and where the addresses of its
+# operands, those of its results and its random key are.
+_ROW: Final = ("begin", "end", "total", "operands", "results", "key")
 # Blocks of a row: an entry with more of them has several rows, which threads share.
 _ROW_BLOCKS: Final = ENOUGH // BLOCK
 
@@ -26,7 +30,7 @@ def run_several(several: Several) -> None:
     numbers = iter(given)
     shared = [0 if x is None else next(numbers) for x in several.numbers]
     words: list[int] = []
-    rows: list[tuple[int, int, int, int]] = []
+    ranges: list[tuple[int, int, int, int]] = []
     # A key: seed, sample, nodes, each of 32 bits but the seed of 64.
     halves = [several.sample, *several.nodes, 0]
     nodes = [low & _LOW | high << 32 for low, high in zip(halves[::2], halves[1::2], strict=False)]
@@ -40,27 +44,28 @@ def run_several(several: Several) -> None:
         words += [at[c] for c in several.targets]
         words.append(seed)
         words += nodes
-        rows += [(start, i, min(i + _ROW_BLOCKS, blocks), total) for i in range(0, blocks, _ROW_BLOCKS)]
-    if not rows:
+        ranges += [(start, i, min(i + _ROW_BLOCKS, blocks), total) for i in range(0, blocks, _ROW_BLOCKS)]
+    if not ranges:
         return
     held = array(words)
-    base = ctypes.addressof(held)
-    table = array([n for start, *rest in rows for n in (base + _WORD * start, *rest)])
-    count = len(several.columns)
-    function = native("several", build_several, None, "several", _SEVERAL)
-    arguments = (
-        ctypes.addressof(table),
-        address_of(_function(several.kernel, several.columns)),
-        _WORD * count,
-        _WORD * (count + len(several.targets)),
-    )
-    pieces = pieces_of(sum(end - begin for _, begin, end, _ in rows), _ROW_BLOCKS)
-    spread(function, range(len(rows)), min(pieces, len(rows)), arguments)
+    base, results = ctypes.addressof(held), _WORD * len(several.columns)
+    key = results + _WORD * len(several.targets)
+    places = ((base + _WORD * start, *rest) for start, *rest in ranges)
+    rows = array([n for at, *rest in places for n in (*rest, at, at + results, at + key)])
+    pieces = pieces_of(sum(end - begin for _, begin, end, _ in ranges), _ROW_BLOCKS)
+    table = _table(several.kernel, several.columns, current_set())
+    table.spread([ctypes.addressof(rows)], Draw(), len(ranges), min(pieces, len(ranges)))
 
 
-def _function(kernel: Map, columns: tuple[int, ...]) -> Any:
-    """The kernel's code for row-major operands and numbers."""
+@lru_cache(maxsize=256)
+def _table(kernel: Map, columns: tuple[int, ...], isa: str) -> LaunchTable:
+    """The launch of a step: the kernel's code for row-major operands and numbers."""
     # The code is the same for every length above one.
-    call = map_call(kernel, tuple(((), ()) if c < 0 else ((2,), (1,)) for c in columns), current_set())
+    call = map_call(kernel, tuple(((), ()) if c < 0 else ((2,), (1,)) for c in columns), isa)
     assert call is not None
-    return call.function
+    begin, end, total, operands, results, key = (
+        Read(Address(0, _WORD * i, _WORD * len(_ROW))) for i in range(len(_ROW))
+    )
+    # Such a map reads neither sizes nor strides.
+    arguments = total, 1, operands, operands, operands, results, key
+    return LaunchTable([Launch(call.function, ALL, arguments, (call,), span=(begin, end))], [0], {})

@@ -5,7 +5,6 @@ Simulations on grids are made of these operations: a boundary is a part of the g
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -14,7 +13,7 @@ from torch import Tensor, fx
 
 from fxround.graph.dtypes import STORAGES
 from fxround.operators.rules import CONSTANTS, argument
-from fxround.runtime.cpu.plans.launches import VIEWS, NoPlan, Planner, Value
+from fxround.runtime.cpu.plans.planner import VIEWS, NoPlan, Planner, Value
 from fxround.runtime.cpu.plans.step_memory import StepMemory, memory_of
 
 aten = torch.ops.aten
@@ -36,6 +35,7 @@ class CopyingPlanner(Planner):
 
     constants   the nodes whose numbers are the same in every step and call
     memory      that of the values of a step
+    held        what has to live as long as the plan
     body        what is planned
     """
 
@@ -43,6 +43,7 @@ class CopyingPlanner(Planner):
         super().__init__()
         self.constants = set[fx.Node]()
         self.memory = StepMemory(body.graph)
+        self.held: list[Any] = []
         self.body = body
 
     def add(self, node: fx.Node) -> None:
@@ -78,13 +79,15 @@ class CopyingPlanner(Planner):
         else:
             super().add(node)
 
-    @abstractmethod
     def kept(self, tensor: Tensor) -> Value:
-        """Return a tensor as a value that no step writes."""
+        """Return a tensor as a value that no step writes, and that lives as long as the plan."""
+        self.held.append(tensor)
+        return Value(tensor)
 
     def made(self, shape: Sequence[int], dtype: torch.dtype) -> Value:
         """Return a new row-major value that a kernel is going to write."""
-        return Value(self.memory.take(shape, dtype))
+        made = self.memory.take(shape, dtype)
+        return Value(made, memory_of(made))
 
     def _is_constant(self, node: fx.Node) -> bool:
         used = node.all_input_nodes

@@ -15,12 +15,10 @@ from torch import Tensor, fx
 class StepMemory:
     """Gives memory to the values of a body while its nodes are planned, in order.
 
-    bytes   what all of it takes
-    held    the tensors that own it
+    held    the tensors that own it, by the number of the memory
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.bytes = 0
         self.held: dict[int, Tensor] = {}
         self._places = {node: i for i, node in enumerate(graph.nodes)}
         # The place of the last node that reads a memory, and the memories whose last reader is at a place.
@@ -38,7 +36,6 @@ class StepMemory:
             made = self.held[memory].view(dtype).view(tuple(shape))
         else:
             owner = torch.empty(wanted, dtype=torch.uint8)
-            self.bytes += wanted
             memory = memory_of(owner)
             self.held[memory] = owner
             made = owner.view(dtype).view(tuple(shape))

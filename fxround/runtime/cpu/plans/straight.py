@@ -9,6 +9,7 @@ elements and the random bits are those of the graph, so the bits are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,14 +27,26 @@ from fxround.runtime.call_programs import (
     expectation,
     view_of,
 )
-from fxround.runtime.cpu.contraction import Code, Work
-from fxround.runtime.cpu.plans.launches import SIZES, KeyAddress, Launch, NoPlan, Planner, Value
-from fxround.runtime.cpu.plans.segments import Segment
+from fxround.runtime.cpu.launches import Address, KeyAddress, Launch, LaunchTable
+from fxround.runtime.cpu.plans.planner import SIZES, NoPlan, Planner, Value
+from fxround.runtime.cpu.pointwise import addresses
 from fxround.runtime.draw import Draw
 
 # The most elements of a result of Python, and the most bytes that the kernels of a graph write.
 _ELEMENTS: Final = 1 << 18
 _BYTES: Final = 1 << 19
+_NO_DRAW: Final = Draw()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive kernels, with values between them in memory of the call's own."""
+
+    table: LaunchTable
+
+    def run(self, outside: Sequence[Tensor], rng: Tensor | None) -> None:
+        """Run all kernels. outside: the tensors of the homes outside. rng: None if nothing draws."""
+        self.table.run(addresses(outside), _NO_DRAW if rng is None else Draw.of(rng, 0))
 
 
 class _TooLarge(Exception):
@@ -133,7 +146,7 @@ class StraightPlanner(Planner):
         """Run a launch, and note it."""
         homes = _homes([launch])
         rng = None if self.rng is None or not _draws(launch) else self.env[self.rng].tensor
-        Segment([launch], homes, ()).run([self.homes[home] for home in homes], rng)
+        Segment(LaunchTable([launch], homes, {})).run([self.homes[home] for home in homes], rng)
         self.events.append(launch)
 
     def made(self, shape: Sequence[int], dtype: torch.dtype) -> Value:
@@ -156,10 +169,6 @@ class StraightPlanner(Planner):
         self.rng = rng
         draw = Draw.of(self.env[rng].tensor, 0)
         return draw.seed, draw.sample
-
-    def code(self, work: Work) -> Code:
-        """Return quick code where there is some: its results are seldom refused."""
-        return work.quick or work.general()
 
     def results(self) -> Any:
         """Return what the graph returns for the inputs."""
@@ -235,13 +244,13 @@ class StraightPlanner(Planner):
         homes = _homes(launches)
         reads = [home for home in homes if home in self.slots]
         makes = [home for home in homes if home not in self.slots and home in outside]
-        inside = [Value(self.homes[home], home) for home in homes if home not in self.slots and home not in outside]
+        inside = {home: self.homes[home].nbytes for home in homes if home not in self.slots and home not in outside}
         before = tuple(self.slots[home] for home in reads)
         for home in makes:
             self.slots[home] = self._room()
         described = tuple((self.slots[h], tuple(self.homes[h].shape), self.homes[h].dtype) for h in makes)
         rng = None if self.rng is None or not any(map(_draws, launches)) else self.places[self.rng]
-        self.steps.append(Run(Segment(launches, (*reads, *makes), inside), before, described, rng))
+        self.steps.append(Run(Segment(LaunchTable(launches, (*reads, *makes), inside)), before, described, rng))
 
     def _step(self, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
@@ -297,7 +306,7 @@ def _homes(launches: Sequence[Launch]) -> tuple[int, ...]:
     """The homes that launches read and write."""
     values = [arg for launch in launches for arg in launch.arguments]
     flat = [x for arg in values for x in (arg if isinstance(arg, tuple) else (arg,))]
-    return tuple(dict.fromkeys(x.home for x in flat if isinstance(x, Value)))
+    return tuple(dict.fromkeys(x.home for x in flat if isinstance(x, Address)))
 
 
 def _draws(launch: Launch) -> bool:

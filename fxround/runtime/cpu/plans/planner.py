@@ -1,8 +1,7 @@
-"""Launches: the calls of kernels that a graph of small operations makes, planned for operands of given layouts.
+"""Planners: the launches that a graph of small operations makes, for operands of given layouts.
 
 ``Planner`` goes through nodes that are maps, contractions, sums, views and copies. It gives every result memory of its
-own, and passes a ``Launch`` for every kernel to ``launch``. A launch has everything that a call of machine code needs,
-with tensors in place of addresses: ``machine_loops`` and ``straight`` make tables of them.
+own, and passes a ``Launch`` for every kernel to ``launch``: ``machine_loops`` and ``straight`` make tables of them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from fxround.kernels.program import Program
 from fxround.kernels.reductions import largest_kernel
 from fxround.runtime.cpu.begin import begin
 from fxround.runtime.cpu.code import native, signature
-from fxround.runtime.cpu.contraction import Code, Pending, Work
+from fxround.runtime.cpu.contraction import Pending
+from fxround.runtime.cpu.launches import Address, Flag, KeyAddress, Launch, Space, map_launch, reduction_launch
 from fxround.runtime.cpu.llvm.row_copies import build_rows
 from fxround.runtime.cpu.pointwise import ENOUGH, array, call_for
 from fxround.runtime.cpu.reduction import reduction_for
@@ -47,6 +47,8 @@ VIEWS: Final = frozenset(
 # The functions that return a part of a tensor's layout.
 SIZES: Final = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
 _ROWS: Final = signature(2, 4)
+# The home of what a plan holds, whose addresses are numbers.
+HELD: Final = -1
 
 
 class NoPlan(Exception):
@@ -57,14 +59,15 @@ class NoPlan(Exception):
 class Value:
     """A value while a graph is planned.
 
-    tensor    its layout, and the memory that it has in the plan
-    home      the number of the memory that it is in, from which ``shift`` bytes lead to element 0
-    growth    the bytes by which its address grows from one iteration to the next
+    tensor    its layout, and the memory that it has while it is planned
+    home      the number of the memory that it is in, from which ``shift`` bytes lead to element 0; HELD: what the plan
+              holds
+    growth    the bytes by which its address grows from one step to the next
     carried   whether it is in the memory of a loop's state
     """
 
     tensor: Tensor
-    home: int = 0
+    home: int = HELD
     shift: int = 0
     growth: int = 0
     carried: bool = False
@@ -73,42 +76,10 @@ class Value:
         """Return a value in the same memory."""
         return replace(self, tensor=tensor, shift=self.shift + tensor.data_ptr() - self.tensor.data_ptr())
 
-
-@dataclass(frozen=True)
-class Space:
-    """An argument: the address of so many bytes that a kernel may write to while it runs."""
-
-    size: int
-
-
-@dataclass(frozen=True)
-class KeyAddress:
-    """An argument: the address of a random key, of which seed and sample are those of a call."""
-
-    words: Any
-    draws: bool
-
-
-@dataclass(frozen=True)
-class Flag:
-    """An argument: the address of a number that is not zero after the call if the results do not count."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A call of machine code for items 0 ... ``items``.
-
-    arguments   what follows the range of items: numbers, and what stands for addresses; a tuple of values stands for
-                an array of their addresses
-    held        what the numbers are addresses of
-    work        the contraction that does the items again if the results do not count
-    """
-
-    function: Any
-    items: int
-    arguments: tuple[int | Value | tuple[Value, ...] | Space | KeyAddress | Flag, ...]
-    held: tuple[Any, ...]
-    work: Work | None = None
+    @property
+    def address(self) -> int | Address:
+        """The address of element 0, as launches have it."""
+        return self.tensor.data_ptr() if self.home == HELD else Address(self.home, self.shift, self.growth)
 
 
 class Planner(ABC):
@@ -128,10 +99,6 @@ class Planner(ABC):
     @abstractmethod
     def state(self, rng: Any) -> tuple[int, int]:
         """Return seed and sample of a node's random state for the key in the plan. Raises NoPlan for another state."""
-
-    @abstractmethod
-    def code(self, work: Work) -> Code:
-        """Return the code that does a contraction."""
 
     def value(self, node: Any) -> Value:
         """Return the value of a node."""
@@ -235,7 +202,7 @@ class Planner(ABC):
         rows, size = math.prod(whole.shape[:dim]), value.tensor.nbytes
         layout = array((size // rows, size // rows, whole.nbytes // rows))
         function = native("rows", build_rows, None, "rows", _ROWS)
-        self.launch(Launch(function, rows, (ctypes.addressof(layout), value, place, 0), (layout,)))
+        self.launch(Launch(function, rows, (ctypes.addressof(layout), value.address, place.address, 0), (layout,)))
 
     def _map(self, node: fx.Node, call: Pointwise[fx.Node] | Fused[fx.Node]) -> None:
         values = tuple(self.value(x) for x in call.xs)
@@ -258,9 +225,8 @@ class Planner(ABC):
             raise NoPlan
         if call.total == 0:
             return
-        at = ctypes.addressof
-        arguments = (call.total, call.dims, at(call.sizes), values, at(call.steps), results, key)
-        self.launch(Launch(call.function, call.blocks, arguments, (call,)))
+        sources, targets = ([value.address for value in given] for given in (values, results))
+        self.launch(map_launch(call, sources, targets, key))
 
     def _contraction(self, node: fx.Node, call: Call[fx.Node]) -> None:
         operands = [self.value(x) for x in call.operands]
@@ -275,17 +241,18 @@ class Planner(ABC):
         if pending.key is not None:
             key = KeyAddress(Draw(*self.state(call.rng), call.node).key(), draws=True)  # type: ignore[attr-defined]
         factors = self._factors(pending, operands)
-        code, result = self.code(work), self.made(pending.shape, pending.dtype)
-        arguments = (ctypes.addressof(code.layout), *factors, result, Space(code.scratch), key, Flag())
+        # Quick code where there is some: its results are seldom refused.
+        code, result = work.quick or work.general(), self.made(pending.shape, pending.dtype)
+        arguments = (ctypes.addressof(code.layout), *factors, result.address, Space(code.scratch), key, Flag())
         again = work if code is work.quick else None
         # A plan outlives the call, so that it holds the tables and not the operands.
         held = work, pending.held[len(operands) :], code
         self.launch(Launch(code.function, work.items, arguments, held, again))
         self.env[node] = result
 
-    def _factors(self, pending: Pending, operands: Sequence[Value]) -> list[int | Value]:
+    def _factors(self, pending: Pending, operands: Sequence[Value]) -> list[int | Address]:
         """Return the addresses of a contraction's operands, which may have changed places, and of its tables."""
-        factors: list[int | Value] = []
+        factors: list[int | Address] = []
         for i, (address, tensor) in enumerate(zip(pending.pointers, pending.held, strict=True)):
             if i >= len(operands):
                 factors.append(address)
@@ -296,7 +263,7 @@ class Planner(ABC):
             if len({x.home for x in values}) != 1:
                 raise NoPlan
             assert tensor.untyped_storage().data_ptr() == values[0].tensor.untyped_storage().data_ptr()
-            factors.append(values[0])
+            factors.append(values[0].address)
         return factors
 
     def _argument(self, arg: Any) -> Any:
@@ -335,6 +302,5 @@ class Planner(ABC):
         elif isinstance(call, Sum):
             key = Draw(0, 0, call.node).key()
         result = self.made(size, dtype_of(kernel.result))
-        arguments = (ctypes.addressof(reduction.lines), x, result, KeyAddress(key, draws))
-        self.launch(Launch(reduction.function, reduction.items, arguments, (reduction,)))
+        self.launch(reduction_launch(reduction, x.address, result.address, KeyAddress(key, draws)))
         self.env[node] = result
