@@ -30,17 +30,10 @@ if TYPE_CHECKING:
 class Plan(Protocol):
     """How a part of a schedule runs on a target, for inputs of given layouts."""
 
-    def run(self, inputs: Sequence[Any], /) -> list[Tensor]:
-        """Return the part's results, and release its spent inputs."""
+    def run(self, inputs: Sequence[Any], /) -> list[Any] | None:
+        """Return the part's results, and release its spent inputs; None if the part is to run as its graph says.
 
-
-class Scans(Protocol):
-    """How a target does scans of a body."""
-
-    def run(self, operands: Sequence[Any], empty: Callable[..., Tensor], /) -> list[Any] | None:
-        """Return the last carries and the stacked results; None if the body is to be called for each step.
-
-        empty: makes a tensor of a shape and a dtype.
+        In place of a result of a loop that nothing reads there is None.
         """
 
 
@@ -113,10 +106,13 @@ class Target(Protocol):
     def followed(self, followed: Followed, inputs: Sequence[Any], spent: tuple[int, ...], /) -> Plan | None:
         """Return a plan for a contraction and the map after it; None if they are to run one after the other."""
 
-    def scans(self, body: fx.GraphModule, carries: int, xs: int, stacked: Sequence[int], /) -> Scans | None:
-        """Return what does scans of a body as a whole; None if the body is to be called for each step.
+    def scan_of(
+        self, body: fx.GraphModule, inputs: Sequence[Any], carries: int, xs: int, stacked: Sequence[int], /
+    ) -> Plan | None:
+        """Return a plan for all steps of a scan; None if the body is to be called for each step.
 
-        stacked: the positions of the results that are stacked.
+        inputs: the first carries, tensors of which each step takes a row, and what all steps read. A plan serves any
+        number of steps. stacked: the positions of the results that are stacked.
         """
 
     def program(

@@ -29,7 +29,7 @@ from fxround.runtime.operands import loads_of_call
 if TYPE_CHECKING:
     from fxround.runtime.call_programs import Computed
     from fxround.runtime.cpu.epilogues import Stepping
-    from fxround.runtime.cpu.plans.machine_loops import ScanPlans
+    from fxround.runtime.cpu.plans.machine_loops import ScanPlan
     from fxround.runtime.cpu.row_chains import Ranges
     from fxround.runtime.epilogues import Followed
     from fxround.runtime.row_chains import Chain
@@ -94,11 +94,13 @@ class CpuTarget:
 
         return plan_followed(followed, inputs, spent)
 
-    def scans(self, body: fx.GraphModule, carries: int, xs: int, stacked: Sequence[int]) -> ScanPlans:
-        """Return what runs all steps of a scan in machine code."""
-        from fxround.runtime.cpu.plans.machine_loops import ScanPlans
+    def scan_of(
+        self, body: fx.GraphModule, inputs: Sequence[Any], carries: int, xs: int, stacked: Sequence[int]
+    ) -> ScanPlan | None:
+        """Plan all steps of a scan in machine code."""
+        from fxround.runtime.cpu.plans.machine_loops import plan_scan
 
-        return ScanPlans(body, carries, xs, stacked)
+        return plan_scan(body, inputs, carries, xs, stacked)
 
     def program(
         self, graph: fx.GraphModule, inputs: Sequence[Any], functions: Mapping[Any, Callable[..., Any]]

@@ -56,7 +56,9 @@ class CudaTarget:
         """Return whether texts should avoid binary64."""
         return (has_slow_binary64(device_among(inputs)),)
 
-    def scans(self, body: fx.GraphModule, carries: int, xs: int, stacked: Sequence[int]) -> None:
+    def scan_of(
+        self, body: fx.GraphModule, inputs: Sequence[Any], carries: int, xs: int, stacked: Sequence[int]
+    ) -> None:
         """Return None: the body is called for each step."""
 
     def program(

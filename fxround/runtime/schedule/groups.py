@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,10 +19,8 @@ from torch import Tensor, fx, nn
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
 from fxround.graph.values import copy_node, module_of
-from fxround.runtime.target import Plan, Target, target_of
-
-_MANY: Final = 32
-_UNKNOWN: Final = "not planned yet"
+from fxround.runtime.schedule.plans import Plans
+from fxround.runtime.target import Plan, Target
 
 
 class Part(nn.Module):
@@ -44,7 +42,7 @@ class PlannedPart(Part):
         super().__init__()
         self.whole = whole
         self.spent: tuple[int, ...] = ()
-        self.plans: dict[Any, Plan | None] = {}
+        self.plans = Plans[Plan | None]()
 
     @abstractmethod
     def plan(self, target: Target, inputs: Sequence[Any]) -> Plan | None:
@@ -52,17 +50,9 @@ class PlannedPart(Part):
 
     def forward(self, *inputs: Any) -> list[Tensor]:
         """Run by the plan, or as the graph says: the same bits."""
-        target = target_of(inputs)
-        # Everything that the plan depends on; addresses are passed with each call.
-        layouts = ((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
-        key = (target, *target.settings(inputs), *layouts)
-        plan = self.plans.get(key, _UNKNOWN)
-        if isinstance(plan, str):
-            plan = self.plan(target, inputs)
-            if len(self.plans) > _MANY:
-                self.plans.clear()
-            self.plans[key] = plan
-        return list(self.whole.forward(*inputs)) if plan is None else plan.run(inputs)
+        plan = self.plans.of(inputs, self.plan)
+        results = None if plan is None else plan.run(inputs)
+        return list(self.whole.forward(*inputs)) if results is None else results
 
 
 def grouped(

@@ -18,7 +18,8 @@ from fxround.graph.dialect import COND, SCAN, loops_of, read_loop
 from fxround.graph.values import module_of, outputs_of
 from fxround.runtime import buffers
 from fxround.runtime.schedule.groups import Part
-from fxround.runtime.target import Scans, Target, target_of
+from fxround.runtime.schedule.plans import Plans
+from fxround.runtime.target import Plan
 
 
 def own_loops(graph: fx.GraphModule, schedule: Callable[[fx.GraphModule], Body]) -> fx.GraphModule:
@@ -83,7 +84,7 @@ class ScanPart(RepeatedPart):
         super().__init__()
         self.body, self.carries, self.xs = body, carries, xs
         self.stacked = tuple(i for i in range(carries, len(body.own)) if i in used)
-        self.scans: dict[Target, Scans | None] = {}
+        self.plans = Plans[Plan | None](range(carries, carries + xs))
 
     def forward(self, *operands: Any) -> list[Any]:
         """Return the last carries and the stacked results; None for a result that nothing reads."""
@@ -117,11 +118,10 @@ class ScanPart(RepeatedPart):
 
 def scanned(part: ScanPart, operands: Sequence[Any]) -> list[Any] | None:
     """Return the results of a scan that a target does as a whole; None if its body is to be called for each step."""
-    target = target_of(operands)
-    if target not in part.scans:
-        part.scans[target] = target.scans(part.body.source, part.carries, part.xs, part.stacked)
-    scans = part.scans[target]
-    return None if scans is None else scans.run(operands, buffers.empty)
+    plan = part.plans.of(
+        operands, lambda target, _: target.scan_of(part.body.source, operands, part.carries, part.xs, part.stacked)
+    )
+    return None if plan is None else plan.run(operands)
 
 
 class ChoicePart(RepeatedPart):

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from fxround.graph.comparing import comparing
 from fxround.runtime.call_programs import CallPlan, Computed
 from fxround.runtime.operands import resolved
+from fxround.runtime.schedule.plans import Plans
 from fxround.runtime.target import Target, is_forced, target_of
 from fxround.runtime.torch_ops import KERNELS
 
@@ -26,7 +27,6 @@ from fxround.runtime.torch_ops import KERNELS
 SOURCE: Final = "fxround_source"
 # The most elements of an input.
 _ELEMENTS: Final = 1 << 18
-_MANY: Final = 32
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Straight:
         self.graph = graph
         self._source: fx.GraphModule | None = graph.meta.get(SOURCE)
         # None: the layout was seen, and is planned when it comes again.
-        self._plans: dict[Any, _Planned | None] = {}
+        self._plans = Plans[_Planned | None]()
         self._latest: _Planned | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -73,37 +73,30 @@ class Straight:
     def _plan(self, inputs: Sequence[Any]) -> CallPlan | Computed | bool:
         """Return the plan for inputs, or what the graph returns if they have just been planned for."""
         try:
-            # Everything that the plan depends on; addresses and numbers of Python are given with each call.
-            layouts = [
-                (x.shape, x.stride(), x.dtype, x.device, type(x)) if isinstance(x, Tensor) else x for x in inputs
-            ]
             target = target_of(inputs)
-            settings = target.settings(inputs)
-            key = (target, settings, *layouts)
+            key = self._plans.key(target, inputs)
             known = self._plans.get(key)
         except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash
             return False
         if known is None:
-            return self._planned(key, inputs)
+            return self._planned(key, target, inputs)
         if known is self._latest:  # inputs differ from those before in what no plan depends on
-            known = self._plans[key] = _Planned(known.plan, target, settings, comparing(inputs, strides=True))
+            known = _Planned(known.plan, target, known.settings, comparing(inputs, strides=True))
+            self._plans.put(key, known)
         self._latest = known
         return known.plan
 
-    def _planned(self, key: Any, inputs: Sequence[Any]) -> Computed | bool:
+    def _planned(self, key: Any, target: Target, inputs: Sequence[Any]) -> Computed | bool:
         """Note a layout that is new, and plan one that was seen before, which computes what the graph returns."""
         assert self._source is not None
-        target, settings, *_ = key
-        alike = comparing(inputs, strides=True)
+        settings, alike = target.settings(inputs), comparing(inputs, strides=True)
         if key not in self._plans:
-            if len(self._plans) > _MANY:
-                self._plans.clear()
-            self._plans[key] = None if all(map(_is_small, inputs)) else _Planned(False, target, settings, alike)
+            self._plans.put(key, None if all(map(_is_small, inputs)) else _Planned(False, target, settings, alike))
             return False
         with torch.no_grad():
             made = target.program(self._source, inputs, KERNELS)
         plan = False if made is None or made.plan is None else made.plan
-        self._plans[key] = _Planned(plan, target, settings, alike)
+        self._plans.put(key, _Planned(plan, target, settings, alike))
         return made or False
 
 

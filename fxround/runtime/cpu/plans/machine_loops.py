@@ -8,7 +8,7 @@ gain something, or an operation is another one, there is no plan, and Python cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from fxround.graph.dialect import Matmul, read
 from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import PORT
 from fxround.graph.values import outputs_of
-from fxround.runtime.cpu.code import current_set
+from fxround.runtime import buffers
 from fxround.runtime.cpu.launches import Launch, LaunchTable
 from fxround.runtime.cpu.plans.copies import CopyingPlanner
 from fxround.runtime.cpu.plans.planner import HELD, SIZES, NoPlan, Value
@@ -29,8 +29,6 @@ from fxround.runtime.draw import Draw
 
 # The most bytes of an operand that is copied before the first step.
 _COPIED_BYTES: Final = 1 << 18
-# The most layouts that plans are kept for.
-_LAYOUTS: Final = 16
 _ROWS: Final = torch.contiguous_format
 _COPIES: Final = HELD - 1
 
@@ -57,6 +55,7 @@ class ScanPlan:
 
     table     the launches of a step; the homes outside are operands, results, copies and the states
     states    the operand that has the (seed, sample) of each step
+    outputs   the number of results
     results   for each result that is read its position, and the shape and the dtype of a row; those of the state first
     carries   how many results are the state, in memory that all steps read and write
     copies    what is copied before the first step
@@ -66,29 +65,30 @@ class ScanPlan:
 
     table: LaunchTable
     states: int
+    outputs: int
     results: tuple[tuple[int, torch.Size, torch.dtype], ...]
     carries: int
     copies: tuple[_Copy, ...]
     held: tuple[Any, ...]
     in_place_of_stock: bool
 
-    def run(self, operands: Sequence[Any], results: int, empty: Callable[..., Tensor]) -> list[Any]:
+    def run(self, operands: Sequence[Any]) -> list[Any] | None:
         """Run all steps; returns the last carries and the stacked results, None for a result that nothing reads.
 
-        results: the number of results. empty: makes a tensor of a shape and a dtype.
+        Returns None if the results do not count: PyTorch's NaNs have other signs and payloads.
         """
         states = operands[self.states].contiguous()
-        outputs = list[Any]((None,) * results)
+        outputs = list[Any]((None,) * self.outputs)
         for i, row, dtype in self.results:
-            outputs[i] = empty(row if i < self.carries else (len(states), *row), dtype)
+            outputs[i] = buffers.empty(row if i < self.carries else (len(states), *row), dtype)
         for state, begun in zip(outputs[: self.carries], operands, strict=False):
             state.copy_(begun.detach())
         copies = [copy.make(operands) for copy in self.copies]
         given = iter(addresses([x for x in operands if isinstance(x, Tensor)]))
         homes = [next(given) if isinstance(x, Tensor) else 0 for x in operands]
-        made = (outputs[i] for i, _, _ in self.results)
+        made = [outputs[i] for i, _, _ in self.results]
         self.table.run((*homes, *addresses((*made, *copies, states))), Draw(0, int(states[0, 1])), len(states))
-        return outputs
+        return None if self.in_place_of_stock and any(bool(x.isnan().any()) for x in made) else outputs
 
 
 class ScanPlanner(CopyingPlanner):
@@ -155,7 +155,8 @@ class ScanPlanner(CopyingPlanner):
         table = LaunchTable(self.launches, outside, memory, states)
         held = tuple(self.held)
         return ScanPlan(
-            table, self.states, tuple(made), len(self.carries), tuple(self.copies), held, self.in_place_of_stock
+            *(table, self.states, len(results), tuple(made), len(self.carries), tuple(self.copies), held),
+            self.in_place_of_stock,
         )
 
     def add(self, node: fx.Node) -> None:
@@ -207,49 +208,15 @@ def _stored(x: Any) -> torch.dtype:
     return x.dtype
 
 
-class ScanPlans:
-    """A scan's plans by the layouts of its operands.
-
-    stacked: the positions of the results that are stacked.
-    """
-
-    def __init__(self, body: fx.GraphModule, carries: int, xs: int, stacked: Sequence[int]) -> None:
-        self.body, self.carries, self.xs, self.stacked = body, carries, xs, tuple(stacked)
-        self.results = len(outputs_of(body))
-        # None: there is no plan for this layout.
-        self._plans: dict[Any, ScanPlan | None] = {}
-
-    def run(self, operands: Sequence[Any], empty: Callable[..., Tensor]) -> list[Any] | None:
-        """Return the last carries and the stacked results; None if there is no plan.
-
-        empty: makes a tensor of a shape and a dtype.
-        """
-        if not all(x.is_cpu for x in operands if isinstance(x, Tensor)):
-            return None
-        key = (current_set(), torch.get_num_threads(), *map(self._layout, range(len(operands)), operands))
-        if key not in self._plans:
-            if len(self._plans) >= _LAYOUTS:
-                self._plans.clear()
-            self._plans[key] = self._planned(operands)
-        plan = self._plans.get(key)
-        if plan is None:
-            return None
-        outputs = plan.run(operands, self.results, empty)
-        # PyTorch's NaNs have other signs and payloads.
-        counts = not plan.in_place_of_stock or not any(bool(x.isnan().any()) for x in outputs if x is not None)
-        return outputs if counts else None
-
-    def _layout(self, i: int, x: Any) -> Any:
-        """What a plan depends on in an operand: not the number of steps."""
-        if not isinstance(x, Tensor):
-            return x
-        begin = 1 if self.carries <= i < self.carries + self.xs else 0
-        return x.shape[begin:], x.stride(), x.dtype, x.is_neg()
-
-    def _planned(self, operands: Sequence[Any]) -> ScanPlan | None:
-        try:
-            # What inference mode makes could not be written outside of it.
-            with torch.inference_mode(False):
-                return ScanPlanner(self.body, operands, self.carries, self.xs).plan(self.stacked)
-        except NoPlan:
-            return None
+def plan_scan(
+    body: fx.GraphModule, operands: Sequence[Any], carries: int, xs: int, stacked: Sequence[int]
+) -> ScanPlan | None:
+    """Return the plan for operands of these layouts, whatever the number of steps; None if there is none."""
+    if not all(x.is_cpu for x in operands if isinstance(x, Tensor)):
+        return None
+    try:
+        # What inference mode makes could not be written outside of it.
+        with torch.inference_mode(False):
+            return ScanPlanner(body, operands, carries, xs).plan(stacked)
+    except NoPlan:
+        return None
