@@ -495,7 +495,7 @@ CASES = {
     "optimizer": (stepped, {"several": 1}),
     "a chain over rows": (lambda: softmax(wide), {"rows": 1}),
     "small values": (small, None),
-    "a loop": (lambda: loop(x), {"iterations": 1, "scans": 1}),
+    "a loop": (lambda: loop(x), {"iterations": 1, "scan_of": 1}),
     "a layer": (lambda: layer(wide), {"followed": 1}),
     "round piece by piece": (lambda: fxround.round(large, "mxfp8/stochastic", seed=3), None),
 }
