@@ -15,6 +15,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from operator import contains
 from pathlib import Path
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Final
@@ -57,9 +58,12 @@ def classes_without(guards: Iterable[Any], value_of: Callable[[Any], Any]) -> It
     yield from ((cls, tuple(unset)) for cls, unset in names.items())
 
 
-def has_any(names: Iterable[str]) -> Callable[[type], bool]:
-    """Return the function that says whether a class has an attribute of its own of one of these names."""
-    return lambda cls: any(map(vars(cls).__contains__, names))
+def has_any(unset: Iterable[tuple[type, Iterable[str]]]) -> Callable[[Any], bool]:
+    """Return the function that says whether a class has an attribute of its own of one of its names, in few calls."""
+    pairs = [(vars(cls), name) for cls, names in unset for name in names]
+    # What vars returns shows the class as it is, later too.
+    held, wanted = [own for own, _ in pairs], [name for _, name in pairs]
+    return lambda _: any(map(contains, held, wanted))
 
 
 def wrap_lookups(is_tracing: Callable[[], bool]) -> None:

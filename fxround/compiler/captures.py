@@ -35,12 +35,36 @@ from fxround.compiler.pipeline import Pipeline
 from fxround.compiler.signature import asked, is_opaque, kind, packed_kinds, require_arguments, require_dtypes
 from fxround.compiler.state_key import StateKeys
 from fxround.errors import CaptureError, NotCaptured
+from fxround.graph.comparing import comparing
 from fxround.graph.site import Port
 from fxround.python_model.call_context import require_computable
 
 _AGAIN: Final = "a gradient was differentiated"
 # The leaves of a call's arguments with their spec.
 Flat = tuple[list[Any], pytree.TreeSpec]
+
+
+class _Known:
+    """The graph of the latest call, with its key and the sizes of its tensors.
+
+    If the next call has the same key and sizes, what its arguments are is noted: later calls are compared with it.
+    """
+
+    def __init__(self, key: Any, shapes: list[Any], entry: Entry) -> None:
+        self.key, self.shapes, self.entry = key, shapes, entry
+        self._alike: Callable[..., bool] | None = None
+
+    def is_like(self, flat: Flat) -> bool:
+        """Whether the arguments of a call are tensors that have the kinds and sizes noted; it may say no.
+
+        Tensors alone have one spec for each number of them (``flattened``): then nothing else is an argument.
+        """
+        return self._alike is not None and flat[1] is self.key[0] and self._alike(*flat[0])
+
+    def note(self, flat: Flat) -> None:
+        """Note the arguments of a call with this key and these sizes."""
+        if self._alike is None:
+            self._alike = comparing(flat[0])
 
 
 class Captures:
@@ -69,7 +93,7 @@ class Captures:
         self.latest: Entry | None = None
         self._by_key: dict[Any, list[Entry]] = {}
         self._left: dict[Any, LeftToPython] = {}
-        self._known: tuple[Any, Entry] | None = None
+        self._known: _Known | None = None
         self._state_keys = StateKeys(path)
         # By keys: the numbers that are inputs of graphs, and those that cannot be.
         self._numbers: dict[Any, set[Number]] = {}
@@ -118,20 +142,19 @@ class Captures:
             self.sharded.renew()
         record_outputs(self.source, kwargs)
         flat = flat or pytree.tree_flatten((args, kwargs))
-        leaves = flat[0]
-        if any(isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested) for x in leaves):
-            refuse_unsupported_tensors(self.source, args, kwargs)
-        opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
-        if opaque:
-            raise LeftToPython(self.source, opaque, reads=True)
-        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        key = (*self.key(args, kwargs, flat), torch.is_grad_enabled())
         known = self._known
-        # Most calls are like the one before; to compare them takes less than a lookup.
-        alike = known is not None and known[0] == (key, shapes) and not (constants and known[1].captured.numbers)
-        if known is not None and alike and known[1].captured.guards.hold(args, kwargs):
-            self.latest = known[1]
-            return known[1]
+        # Most calls are like the one before; to compare them takes less than to describe them, or a lookup.
+        if known is not None and known.is_like(flat):
+            (spec, kinds, *_), shapes = known.key, known.shapes
+            key = spec, kinds, self._state_keys.of(self.source), torch.is_grad_enabled()
+        else:
+            key, shapes = self._described(args, kwargs, flat)
+        alike = known is not None and known.key == key and known.shapes == shapes
+        if known is not None and alike and not (constants and known.entry.captured.numbers):
+            known.note(flat)
+            if known.entry.captured.guards.hold(args, kwargs):
+                self.latest = known.entry
+                return known.entry
         entry = self._admitting(key, shapes, args, kwargs, replays, constants)
         if entry is None:
             with capturing():
@@ -145,7 +168,7 @@ class Captures:
                     self.record(Capture(entry.captured, mode, reason, time.perf_counter() - began))
         self.latest = entry
         # What a graph reads from elsewhere is looked at in every call.
-        self._known = None if entry.captured.reads else ((key, shapes), entry)
+        self._known = None if entry.captured.reads else _Known(key, shapes, entry)
         return entry
 
     def receive(self, pipeline: Pipeline, graph: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
@@ -184,6 +207,17 @@ class Captures:
             self.recorded += [capture for capture in other.recorded if id(capture.captured) in taken]
             if other.latest in entries:
                 self.latest = lowered[entries.index(other.latest)]
+
+    def _described(self, args: Any, kwargs: Any, flat: Flat) -> tuple[Any, list[Any]]:
+        """Return the key of a call and the sizes of its tensors; raises for arguments that no graph takes."""
+        leaves = flat[0]
+        if any(isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested) for x in leaves):
+            refuse_unsupported_tensors(self.source, args, kwargs)
+        opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
+        if opaque:
+            raise LeftToPython(self.source, opaque, reads=True)
+        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        return (*self.key(args, kwargs, flat), torch.is_grad_enabled()), shapes
 
     def _admitting(
         self, key: Any, shapes: Sequence[Any], args: Any, kwargs: Any, replays: bool, constants: bool

@@ -7,7 +7,6 @@ tensors, and it refuses to if another input would show the change.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, getitem, itemgetter
@@ -40,8 +39,6 @@ _ONE: Final = pytree.tree_structure(0)
 Owner = tuple[Any, str] | None
 _PARAMETERS: Final = attrgetter("_parameters")
 _BUFFERS: Final = attrgetter("_buffers")
-# One for all calls: to make another takes a part of a small model's call.
-_NOTHING: Final = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,13 @@ class Entry:
         refuse_tangents(inputs, self.captured.reads)
         if self.step:
             outputs = differentiable(self.step, resolved(inputs), rng, self.state.record if trains else None)
-        else:
-            # Stock kernels that the policy left alone must not record a graph of their own. torch.export, which traces
-            # without gradients, would record the switch.
-            with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
+        elif torch.is_grad_enabled():
+            # Stock kernels that the policy left alone must not record a graph of their own.
+            with torch.no_grad():
                 outputs = self._straight(*inputs, rng)
+        else:
+            # torch.export, which traces without gradients, would record a switch.
+            outputs = self._straight(*inputs, rng)
         outputs, magnitudes = outputs[: self._count], outputs[self._count :]
         shown = leaves if aliased else None
         if not (trains or self._changed):

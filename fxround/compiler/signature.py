@@ -224,11 +224,10 @@ def class_of(model: nn.Module, base: type[nn.Module]) -> Any:
             name = next(n for n in ("self", "compiled", "compiled_") if all(n != p.name for p in parameters))
             parameters.insert(0, inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return base.forward(self, *args, **kwargs)
-
-        forward.__doc__ = base.forward.__doc__
-        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        # The function itself under another signature: one that calls it takes a part of a small model's call.
+        own = base.forward
+        forward: Any = FunctionType(own.__code__, own.__globals__, "forward", own.__defaults__, own.__closure__)
+        forward.__doc__, forward.__signature__ = own.__doc__, signature.replace(parameters=parameters)
         names = {"forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
         cls = type(base.__name__, (base,), names)
         try:

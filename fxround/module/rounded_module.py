@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from fxround.capture import Captured
 from fxround.capture.dynamo import aside
 from fxround.capture.processes import local, mesh_of
+from fxround.capture.readings import TRACING
 from fxround.capture.refusals import LeftToPython
 from fxround.capture.torch_private import capturing
 from fxround.compiler.averages import OrderOfRanks
@@ -55,7 +56,7 @@ from fxround.module.replay import Replay
 from fxround.policy import Policy
 from fxround.python_model.call_context import check_context, require_untraced
 from fxround.python_model.functions import Function, Method, calling
-from fxround.python_model.method_dispatch import unwatched
+from fxround.python_model.method_dispatch import is_watched, unwatched
 from fxround.python_model.method_operations import Operations
 from fxround.runtime import torch_ops
 from fxround.runtime.operands import resolved
@@ -161,25 +162,34 @@ class RoundedModule(Reaching):
         leaves, wanted = flat[0], self._wants_gradients(flat[0])
         check_context(wanted and self.training)
         before = self.rng
-        with aside(), unwatched():
+        if TRACING or is_watched():
+            with aside(), unwatched():
+                result = self._called_with(args, kwargs, flat, wanted)
+        else:
             result = self._called_with(args, kwargs, flat, wanted)
         if self.rng is before and self.policy.draws:
             self._repeats.warn(self.source, leaves, result, before)
         return result
 
     def _called_with(self, args: Any, kwargs: Any, flat: Flat, wanted: bool) -> Any:
+        replays, recorded = self._captures.sharded is None, torch.is_grad_enabled()
         try:
-            with torch.set_grad_enabled(wanted and self.training):
-                entry = self._entry(args, kwargs, replays=self._captures.sharded is None, flat=flat)
+            if recorded:
+                with torch.set_grad_enabled(wanted and self.training):
+                    entry = self._entry(args, kwargs, replays, flat)
+            else:  # the commonest call: no mode is switched
+                entry = self._entry(args, kwargs, replays, flat)
         except LeftToPython as error:
-            if self._captures.sharded is not None:
+            if not replays:
                 told = str(error).rpartition("\n")[0]
                 raise CaptureError(
                     f"{told}\n  A model that fully_shard was called for has to be one graph, of tensors alone: return "
                     "what it changes, or register it as a buffer (for transformers: pass use_cache=False)."
                 ) from error
             return self._replayed(error).call(args, kwargs)
-        if entry.captured.guards.grad_mode and torch.is_grad_enabled():
+        if not recorded:
+            return self.run(entry, flat[0])
+        if entry.captured.guards.grad_mode:
             return self.run(self._entry(args, kwargs, flat=flat), flat[0])
         if wanted and not self.training:
             if entry.sharded is not None:
@@ -191,7 +201,10 @@ class RoundedModule(Reaching):
 
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
         """Return the results of a captured graph for flat arguments; a training call advances the sample."""
-        return self._drawing(lambda rng, trains: entry.run(leaves, rng, trains), bool(entry.step) and self.training)
+        trains = bool(entry.step) and self.training
+        if not (trains or self.advance) and self._calling.whole is None:  # as ``_drawing`` does, in fewer calls
+            return entry.run(leaves, self.rng)
+        return self._drawing(lambda rng, trains: entry.run(leaves, rng, trains), trains)
 
     def _drawing(self, compute: Callable[[Tensor, bool], Any], trains: bool = False) -> Any:
         """Return ``compute(rng, trains)`` for the (seed, sample) of a call.
@@ -725,8 +738,10 @@ class RoundedModule(Reaching):
         return entry
 
     def _wants_gradients(self, leaves: Sequence[Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return torch.is_grad_enabled() and any(t.requires_grad for t in chain(tensors, self.source.parameters()))
+        return any(t.requires_grad for t in chain(tensors, self.source.parameters()))
 
 
 assert torch_ops.KERNELS  # importing it attached them

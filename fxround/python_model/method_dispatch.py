@@ -67,6 +67,11 @@ def watching(compiled: WatchedModule, name: str) -> Iterator[None]:
         _THREAD.watch = outer
 
 
+def is_watched() -> bool:
+    """Whether a method runs in this thread, under a watch."""
+    return _THREAD.watch is not None
+
+
 def unwatched() -> contextlib.AbstractContextManager[None]:
     """Return a context that switches the watch off, for the computation of a compiled module."""
     return _NOTHING if _THREAD.watch is None else _without(_THREAD.watch)

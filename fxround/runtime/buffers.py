@@ -21,7 +21,7 @@ from torch import Tensor
 from fxround.errors import VerificationError
 
 # Smaller results are allocated faster by the C library, which keeps their memory itself.
-_WORTHWHILE: Final = 1 << 16
+WORTHWHILE: Final = 1 << 16
 # The bytes that a thread may keep whatever it used.
 _MODEST: Final = 1 << 22
 # The bytes before and after a guarded buffer, and the value of each.
@@ -145,7 +145,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU)
     if _POOL.guard is not None:
         return _POOL.guard.empty(shape, dtype)
     size = math.prod(shape) * dtype.itemsize
-    if size < _WORTHWHILE:
+    if size < WORTHWHILE:
         return torch.empty(shape, dtype=dtype)
     buffer = _POOL.take(size)
     if buffer is None:
@@ -190,7 +190,7 @@ def release(*dead: Tensor) -> None:
             continue
         storage: Any = tensor.untyped_storage()
         size = storage.nbytes()
-        if size < _WORTHWHILE:
+        if size < WORTHWHILE:
             continue
         # The mark is set while the storage is in use: it can be released once, and never given to two results.
         if not getattr(storage, "lent", False):

@@ -32,6 +32,12 @@ _BINDINGS: Final[Mapping[Any, Callable[..., Any]]] = {
     }.items()
     for name in names.split()
 }
+# Of these, the operators of arithmetic: their second operand may be a number.
+_ARITHMETIC: Final = frozenset((_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor))
+# The dtypes of which kernels convert no operand.
+_FULL: Final = (torch.float32, torch.float64)
+# The functions that return a part of a tensor's layout.
+SIZES: Final = (_ATEN.sym_size.int, _ATEN.sym_stride.int, _ATEN.sym_numel.default)
 # Operators whose results' layouts do not follow from those of the arguments alone.
 _VARYING: Final = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 
@@ -107,17 +113,31 @@ class _Unexpected(Exception):
     """A result of Python is not what the plan assumes."""
 
 
+def sees_calls() -> bool:
+    """Whether a mode may keep a result of PyTorch's operators, or change what they do unless they get ``out``."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled())
+
+
 @dataclass(frozen=True)
 class CallPlan:
-    """The steps of a call. The first slots are the inputs, the next ones what the graph holds."""
+    """The steps of a call. The first slots are the inputs, the next ones what the graph holds.
+
+    overwrites: whether results of Python are overwritten.
+    """
 
     steps: tuple[Run | PythonCall, ...]
     inputs: int
     held: tuple[Any, ...]
     returned: Any
+    overwrites: bool = False
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """Return what the graph returns; None if a result of Python is not what the plan assumes."""
+        """Return what the graph returns; None if that is not to be had by the plan.
+
+        A result of Python is not what the plan assumes, or a mode sees the calls of a plan that overwrites results.
+        """
+        if self.overwrites and sees_calls():
+            return None
         try:
             return self._function(*inputs, *self.held)
         except _Unexpected:
@@ -127,7 +147,8 @@ class CallPlan:
     def _function(self) -> Callable[..., Any]:
         graph = fx.Graph()
         slots = {i: graph.placeholder(f"x{i}") for i in range(self.inputs + len(self.held))}
-        graph.call_function(buffers.begin)
+        if self.overwrites or any(isinstance(step, Run) for step in self.steps):
+            graph.call_function(buffers.begin)
         for step in self.steps:
             step.write(graph, slots)
         graph.output(_filled(self.returned, slots))
@@ -166,7 +187,23 @@ def _named(function: Any) -> Callable[..., Any]:
     return called
 
 
+@dataclass(frozen=True)
+class Strides:
+    """What a plan assumes of a tensor if everything else about it follows from the arguments."""
+
+    strides: tuple[int, ...]
+
+
 def _requirement(expected: Any) -> Callable[[Any], None]:
+    if isinstance(expected, Strides):
+        strides = expected.strides
+
+        def require_strides(value: Tensor) -> None:
+            if value.stride() != strides:
+                raise _Unexpected
+
+        return require_strides
+
     def require(value: Any) -> None:
         if assumed(value) != expected:
             raise _Unexpected
@@ -184,21 +221,42 @@ def assumed(value: Any) -> Any:
 
 
 # The numbers of rows and steps that come from lengths have no tag.
-_UNSETTLED: Final = (_ATEN.convolution.default, _ATEN._pack_padded_sequence.default)
+_UNSETTLED: Final = (_ATEN._pack_padded_sequence.default,)
 
 
 def expectation(target: Any, value: Any) -> Any:
     """Return what has to be checked of an operator's result; None if the arguments' layouts decide everything."""
     settled = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and not _VARYING & {*target.tags}
-    # A switch of PyTorch decides the strides of a convolution; a complex result may be a view with a sign.
+    # A complex result may be a view with a sign.
     tensors = value if isinstance(value, list | tuple) else [value]
     plain = all(isinstance(x, Tensor) and not (x.is_complex() or x.is_neg()) for x in tensors)
-    return None if settled and plain and target not in _UNSETTLED else assumed(value)
+    if not (settled and plain) or target in _UNSETTLED:
+        return assumed(value)
+    # A switch of PyTorch decides the strides of a convolution.
+    return Strides(value.stride()) if target is _ATEN.convolution.default else None
 
 
 def binding(target: Any, args: Sequence[Any]) -> Any:
     """Return a function that makes the call of an operator in less time, the operator itself if there is none."""
     return _BINDINGS.get(target, target) if args and isinstance(args[0], Tensor) else target
+
+
+def number_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the second operand of arithmetic, a number, as a tensor with which the call has the same bits.
+
+    PyTorch makes a tensor without dimensions of the number in each call, of int64 or float64, converts it to the dtype
+    of the first operand, which is that of the result, and passes it to the kernel. To do so takes longer than the
+    arithmetic of a few elements. Kernels of reduced dtypes compute with the number before its conversion.
+    """
+    if target not in _ARITHMETIC or kwargs or len(args) != 2:
+        return None
+    tensor, number = args
+    if type(number) not in (int, float) or not isinstance(tensor, Tensor) or tensor.dtype not in _FULL:
+        return None
+    if isinstance(number, int) and number.bit_length() > 63:
+        return None
+    dtype = torch.int64 if isinstance(number, int) else torch.float64
+    return torch.tensor(number, dtype=dtype, device="cpu").to(tensor.dtype)
 
 
 def view_of(home: Tensor, view: Tensor, source: Any) -> tuple[Any, tuple[Any, ...]] | None:

@@ -138,6 +138,14 @@ def test_no_kernel_of_pytorch_copies_within_attention() -> None:
     assert not called & {"aten::copy_", "aten::clone", "aten::any", "aten::eq", "aten::logical_not"}
 
 
+def test_a_graph_that_rounds_nothing_keeps_the_copies_of_pytorch() -> None:
+    compiled = fxround.compile(lambda x: (x * 2).t().contiguous() + 1, "identity")
+    with torch.no_grad():
+        compiled(torch.randn(6, 12))
+    targets = {node.target for node in compiled._called().fused.graph.nodes}
+    assert torch.ops.aten.clone.default in targets and POINTWISE not in targets
+
+
 def test_a_copy_keeps_every_bit_of_a_nan() -> None:
     x = torch.randn(70, 3, 50)
     x.view(torch.int32)[0, 0, :3] = torch.tensor([0x7F800001, 0x7FC12345, -0x3FFFF0], dtype=torch.int32)

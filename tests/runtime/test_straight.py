@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxround
 from fxround.policy import Policy, Rule
 from fxround.runtime import buffers
-from fxround.runtime.call_programs import _BINDINGS, CallPlan, Run
+from fxround.runtime.call_programs import _BINDINGS, CallPlan, Run, number_of
 from fxround.runtime.cpu.launches import LaunchTable
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.plans.straight import program
@@ -205,6 +206,25 @@ def test_a_function_of_torch_makes_the_call_of_the_operator_that_it_stands_for()
                     call(*args)
                 found.append(seen.calls)
             assert len(found[0]) == 1 and repr(found[0]) == repr(found[1]), operator
+
+
+@torch.no_grad()
+def test_a_number_is_a_tensor_with_which_a_call_has_the_same_bits() -> None:
+    numbers = (16, -3, 0.1, -0.0, 1e-45, 1e300, float("inf"), float("nan"), (1 << 24) + 1, (1 << 53) + 1, (1 << 62) + 1)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(40, 3, dtype=dtype)
+        x[0] = torch.tensor([float("nan"), float("inf"), -0.0])
+        values = (x, x.t(), x[::2], x[:1].expand(7, 3), x[3, 0])
+        for name, number, value in itertools.product(("add", "div", "mul", "sub"), numbers, values):
+            call = getattr(torch.ops.aten, name).Tensor
+            made = number_of(call, (value, number), {})
+            assert made is not None and _equal(call(value, made), call(value, number)), (name, number)
+    add = torch.ops.aten.add.Tensor
+    for value, number in ((x.half(), 2), (x.bfloat16(), 0.1), (x.int(), 2), (x, True), (x, 1 << 70), (x, x), (2, x)):
+        assert number_of(add, (value, number), {}) is None
+    assert (
+        number_of(add, (x, 2), {"alpha": 2}) is None and number_of(torch.ops.aten.pow.Tensor_Scalar, (x, 2), {}) is None
+    )
 
 
 class _Other(Tensor):

@@ -4,7 +4,8 @@ A reshape of a pointwise operation's result moves to its operands: a layer's bia
 width], is then added in the shape [batch, time, width] of the activation and the residual. A copy of a result that
 nothing else reads is replaced by the result, and a copy that one pointwise operation reads by what it copies: such an
 operation reads any layout. A copy of which only parts are read (q, k and v) is replaced by copies of these parts, whose
-memory ends with them. Any other row-major copy becomes a program, so that fxround's threads make it.
+memory ends with them. Any other row-major copy becomes a program, so that fxround's threads make it; in a graph of
+PyTorch's operators alone it stays one of these.
 
 Elements keep their row-major numbers, so every element has the same operands, rounding and random words as it had; a
 broadcast operand extends along the last dimension only, which does not change. Results of fxround's operators are new
@@ -32,13 +33,14 @@ _PLAIN: Final = (None, torch.preserve_format, torch.contiguous_format)
 
 def hoist(graph: fx.GraphModule) -> fx.GraphModule:
     """Change the graph in place and return it."""
+    rounds = any(map(_is_ours, graph.graph.nodes))
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
         _copy_parts(graph.graph, node)
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):
         if _is_spare(node) or [user.target for user in node.users] == [POINTWISE]:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-        else:
+        elif rounds:
             _program(graph, node)
     for node in graph.graph.find_nodes(op="call_function", target=aten.reshape.default):
         _hoist(graph.graph, node)

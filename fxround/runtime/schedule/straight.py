@@ -4,7 +4,7 @@ A call of a compiled model that is small costs what Python needs for each kernel
 is therefore planned by its target (``Target.program``) for inputs of given layouts when they come for the second time;
 the planner computes every operation, so that call returns what it has computed. If an operation that Python calls gives
 a result of another layout than it did while planning, the call starts again without the plan. A graph with large values
-is not planned, because it gains nothing.
+gains nothing by that; it is planned if PyTorch's operators compute everything in it (``reused_memory``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxround.graph.comparing import comparing
+from fxround.numerics.lazy import cached_property
 from fxround.runtime.call_programs import CallPlan, Computed
 from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.plans import Plans
+from fxround.runtime.schedule.reused_memory import reusing, rounds_nothing
 from fxround.runtime.target import Target, is_forced, target_of
 from fxround.runtime.torch_ops import KERNELS
 
@@ -86,22 +88,33 @@ class Straight:
         self._latest = known
         return known.plan
 
+    def _may_plan(self, inputs: Sequence[Any]) -> bool:
+        return all(map(_is_plain, inputs)) and (self._rounds_nothing or all(map(_is_small, inputs)))
+
+    @cached_property
+    def _rounds_nothing(self) -> bool:
+        return self._source is not None and rounds_nothing(self._source)
+
     def _planned(self, key: Any, target: Target, inputs: Sequence[Any]) -> Computed | bool:
         """Note a layout that is new, and plan one that was seen before, which computes what the graph returns."""
         assert self._source is not None
         settings, alike = target.settings(inputs), comparing(inputs, strides=True)
         if key not in self._plans:
-            self._plans.put(key, None if all(map(_is_small, inputs)) else _Planned(False, target, settings, alike))
+            self._plans.put(key, None if self._may_plan(inputs) else _Planned(False, target, settings, alike))
             return False
         with torch.no_grad():
-            made = target.program(self._source, inputs, KERNELS)
+            made = target.program(self._source, inputs, KERNELS) if all(map(_is_small, inputs)) else None
+            if made is None and self._rounds_nothing:
+                made = reusing(self._source, inputs)
         plan = False if made is None or made.plan is None else made.plan
         self._plans.put(key, _Planned(plan, target, settings, alike))
         return made or False
 
 
-def _is_small(x: Any) -> bool:
-    if not isinstance(x, Tensor):
-        return True
+def _is_plain(x: Any) -> bool:
     # Another class of tensors may define what an operator does.
-    return type(x) in (Tensor, nn.Parameter) and x.numel() <= _ELEMENTS
+    return not isinstance(x, Tensor) or type(x) in (Tensor, nn.Parameter)
+
+
+def _is_small(x: Any) -> bool:
+    return not isinstance(x, Tensor) or x.numel() <= _ELEMENTS

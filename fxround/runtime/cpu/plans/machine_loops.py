@@ -20,9 +20,10 @@ from fxround.graph.dtypes import STORAGES
 from fxround.graph.site import PORT
 from fxround.graph.values import outputs_of
 from fxround.runtime import buffers
+from fxround.runtime.call_programs import SIZES
 from fxround.runtime.cpu.launches import Launch, LaunchTable
 from fxround.runtime.cpu.plans.copies import CopyingPlanner
-from fxround.runtime.cpu.plans.planner import HELD, SIZES, NoPlan, Value
+from fxround.runtime.cpu.plans.planner import HELD, NoPlan, Value
 from fxround.runtime.cpu.plans.stock_arithmetic import as_program
 from fxround.runtime.cpu.pointwise import addresses
 from fxround.runtime.draw import Draw

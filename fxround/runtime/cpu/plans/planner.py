@@ -44,8 +44,6 @@ VIEWS: Final = frozenset(
         *(aten.split_with_sizes.default, aten.split.Tensor, aten.alias.default, aten.detach.default),
     }
 )
-# The functions that return a part of a tensor's layout.
-SIZES: Final = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default)
 _ROWS: Final = signature(2, 4)
 # The home of what a plan holds, whose addresses are numbers.
 HELD: Final = -1

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from fxround.graph.values import outputs_of
 from fxround.runtime.call_programs import (
+    SIZES,
     CallPlan,
     Computed,
     PythonCall,
@@ -25,10 +26,11 @@ from fxround.runtime.call_programs import (
     assumed,
     binding,
     expectation,
+    number_of,
     view_of,
 )
 from fxround.runtime.cpu.launches import Address, KeyAddress, Launch, LaunchTable
-from fxround.runtime.cpu.plans.planner import SIZES, NoPlan, Planner, Value
+from fxround.runtime.cpu.plans.planner import NoPlan, Planner, Value
 from fxround.runtime.cpu.pointwise import addresses
 from fxround.runtime.draw import Draw
 
@@ -93,6 +95,8 @@ class StraightPlanner(Planner):
         self.rng: Any = None
         self.places: dict[fx.Node, int] = {}
         self.held: list[Any] = []
+        # The places of numbers, by the nodes whose second operands they are.
+        self.numbers: dict[fx.Node, Slot] = {}
         self.makers: dict[int, Launch] = {}
         entries = graph.graph.find_nodes(op="placeholder")
         for i, (node, x) in enumerate(zip(entries, inputs, strict=True)):
@@ -123,7 +127,12 @@ class StraightPlanner(Planner):
 
     def _call(self, node: fx.Node) -> None:
         """Call a node by Python."""
-        result = self._function(node)(*self._argument(node.args), **self._argument(node.kwargs))
+        args, kwargs = self._argument((node.args, node.kwargs))
+        number = number_of(node.target, args, kwargs)
+        if number is not None:
+            self.numbers[node] = Slot(self.inputs + len(self.held))
+            self.held.append(number)
+        result = self._function(node)(*args, **kwargs)
         if isinstance(result, int) and (node.target in SIZES or not any(map(self._is_tensor, node.all_input_nodes))):
             # A size, or what is computed from sizes and numbers, is the same in every call of the plan.
             self.env[node] = result
@@ -262,7 +271,8 @@ class StraightPlanner(Planner):
                 self.slots[part.home] = slot
         expected = expectation(node.target, _tensors(value))
         function = binding(self._function(node), self._argument(node.args))
-        self.steps.append(PythonCall(function, _plain(args), dict(kwargs), results, isinstance(value, list), expected))
+        given = (args[0], self.numbers[node]) if node in self.numbers else _plain(args)
+        self.steps.append(PythonCall(function, given, dict(kwargs), results, isinstance(value, list), expected))
         if not isinstance(value, list):
             self.places[node] = results[0]
 
