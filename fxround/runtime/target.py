@@ -88,6 +88,9 @@ class Target(Protocol):
     def scatter(self, kernel: Scatter, x: Tensor, contributions: Contributions, draw: Draw, /) -> Tensor:
         """Return x with the contributions added, row-major."""
 
+    def gather(self, x: Tensor, dim: int, index: Tensor, /) -> Tensor:
+        """Return the elements of x that indices choose along a dimension, or raise PyTorch's error."""
+
     def product(self, product: Product, /) -> Tensor:
         """Compute a contraction."""
 

@@ -98,8 +98,16 @@ def function_of(cls: type[Call[Any]]) -> Callable[[Any], Any]:
     return run
 
 
+def gather(x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Tensor:
+    """The elements of x that indices choose along a dimension; ``sparse_grad`` is for a gradient that none asks for."""
+    return target_of([x, index]).gather(x, dim, index)
+
+
 # The function of each operator, for callers that need no dispatcher.
 KERNELS: Final = {cls.overload: _by_position(cls, function_of(cls)) for cls in CALLS.values()}
+
+# PyTorch's operators that move values, and functions of ours that move them faster.
+MOVEMENTS: Final = {torch.ops.aten.gather.default: gather}
 
 for _overload, _kernel in KERNELS.items():
     for _device in ("CPU", "CUDA"):

@@ -30,12 +30,13 @@ from fxround.numerics.orders import Order
 from fxround.numerics.specification.exact import round_exact
 from fxround.runtime import reference
 from fxround.runtime.cpu import pointwise
-from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.code import current_machine, instruction_set
 from fxround.runtime.cpu.llvm.engine import instruction_sets
+from fxround.runtime.cpu.llvm.map import MapVariant, build_map
 from fxround.runtime.cpu.llvm.stages import stages_of
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
-from fxround.runtime.draw import Draw
-from fxround.runtime.run import run_map, run_product
+from fxround.runtime.draw import NO_KEY, Draw
+from fxround.runtime.run import run_kernel, run_map, run_product
 
 
 def in_turn(cases: Sequence[str]) -> list[tuple[str, str]]:
@@ -387,3 +388,25 @@ def test_maps_over_rows_begin_and_end_at_any_block() -> None:
             )
             assert torch.equal(part[begin:end], expected.reshape(18, 64)[begin:end])
             assert bool((part[:begin] == -1).all() and (part[end:] == -1).all())
+
+
+def test_what_all_elements_share_is_computed_once() -> None:
+    """A quotient of operands of one element is no part of a loop, with the bits of operands that are as wide as all."""
+    program = Program.parse(f"t0 = div(x1, x2) @ {BINARY32}; t1 = mul(x0, t0) @ {BINARY32}; return t1")
+    kernel = fused_kernel(program, ("f32",) * 3, ("f32",))
+    x, ones = torch.randn(200), [torch.tensor([7.0]), torch.tensor([3.0])]
+    variant = MapVariant(kernel, ("contiguous", "scalar", "scalar"), current_machine())
+    assert "fdiv <" not in build_map(variant) and "fdiv float" in build_map(variant)
+    wide = MapVariant(kernel, ("contiguous",) * 3, current_machine())
+    assert "fdiv <" in build_map(wide)
+    for isa in instruction_sets():
+        with instruction_set(isa):
+            (got,) = run_kernel(kernel, [x, *ones], NO_KEY)
+            (want,) = run_kernel(kernel, [x, *(one.expand(200).contiguous() for one in ones)], NO_KEY)
+            assert torch.equal(got, want), isa
+            # A result in the memory of the only element of an operand.
+            (alone,) = run_kernel(kernel, [x[:1], *ones], NO_KEY)
+            for i in range(3):
+                operands = [x[:1].clone(), *(one.clone() for one in ones)]
+                run_kernel(kernel, operands, NO_KEY, [operands[i]])
+                assert torch.equal(operands[i], alone), (isa, i)

@@ -26,6 +26,7 @@ from fxround.kernels.from_text import pointwise
 from fxround.passes import Plan, lower, optimize
 from fxround.policy import Policy, Rule
 from fxround.runtime.cpu.code import instruction_set
+from fxround.runtime.cpu.gather import run_gather
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.pointwise import MapCall, array
 from fxround.runtime.schedule import schedule
@@ -155,6 +156,14 @@ def scatters(draw: Draw) -> Case:
     return lambda x, i, v: OPS.index_put(x, [i], v, SR, RNG, 1), [x, rows, values], "index_put"
 
 
+def gathers(draw: Draw) -> Case:
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    rows, size, inner = draw.randint(1, 3), draw.randint(1, 40), (1 << 14) + draw.randrange(20)
+    x = torch.randn(rows, size, generator=generator).to(draw.choice((torch.float32, torch.float64, torch.bfloat16)))
+    index = torch.randint(0, size, (draw.randint(1, rows), inner), generator=generator)
+    return lambda x, i: run_gather(x, 1, i), [x, index], "gather"
+
+
 def schedules(draw: Draw) -> Case:
     """Chains over rows, contractions with the map that follows them, and the buffers between."""
     steps = [(draw.choice(GATHERED), draw.randrange(3), draw.randrange(3), draw.randrange(8)) for _ in range(3)]
@@ -204,6 +213,7 @@ KINDS: Final = (
     convolutions,
     convolutions,
     scatters,
+    gathers,
     schedules,
     chains,
 )

@@ -58,34 +58,44 @@ def grid_sample(
 
 def _bicubic(image: Tensor, grid: Tensor, padding: str, align: bool) -> Tensor:
     """Return samples of (N, C, H, W) at (N, h, w, 2): rows of four neighbours first, and then the four rows."""
-    height, width = image.shape[2:]
+    (height, width), channels = image.shape[2:], image.shape[1]
     neighbours, slopes = [], []
     for i, size in ((0, width), (1, height)):
-        position = grid[..., i].unsqueeze(1) * (size * 0.5 - 0.5 if align else size * 0.5) + (size * 0.5 - 0.5)
+        position = grid[..., i].flatten(1) * (size * 0.5 - 0.5 if align else size * 0.5) + (size * 0.5 - 0.5)
         begin = position.floor()
-        slopes.append(_cubic_weights(position - begin))
-        neighbours.append([_neighbour(begin + step, size, padding, align) for step in (-1, 0, 1, 2)])
-    pixels, shape = image.flatten(2), (*image.shape[:2], *grid.shape[1:3])
+        slopes.append([weight.unsqueeze(1) for weight in _cubic_weights(position - begin)])
+        neighbours.append(_neighbours(begin, size, padding, align))
+    (inside_x, x), (inside_y, y) = neighbours
+    # Of all sixteen neighbours at once: (N, 4, 4, h w), rows first.
+    pixels, at = image.flatten(2), y.unsqueeze(2) * width + x.unsqueeze(1)
+    indices = at.flatten(1, 2).unsqueeze(2).expand(-1, -1, channels, -1)
+    insides = (inside_y.unsqueeze(2) & inside_x.unsqueeze(1)).flatten(1, 2).unsqueeze(2)
     rows = []
-    for inside_y, y in neighbours[1]:
+    for row in range(0, 16, 4):
         values = []
-        for inside_x, x in neighbours[0]:
-            at = (y * width + x).flatten(2).expand(-1, image.shape[1], -1)
-            value = pixels.gather(2, at).reshape(shape)
+        for i in range(row, row + 4):
+            value = pixels.gather(2, indices.select(1, i))
             # Beyond the borders, other paddings read a pixel; there is none for a NaN alone, and its weights are NaNs.
-            values.append(torch.where(inside_y & inside_x, value, 0.0) if padding == "zeros" else value)
+            values.append(torch.where(insides.select(1, i), value, 0.0) if padding == "zeros" else value)
         rows.append(_weighted(values, slopes[0]))
-    return _weighted(rows, slopes[1])
+    return _weighted(rows, slopes[1]).reshape(*image.shape[:2], *grid.shape[1:3])
 
 
-def _neighbour(at: Tensor, size: int, padding: str, align: bool) -> tuple[Tensor, Tensor]:
-    """Return whether a whole coordinate is that of a pixel, and its index; the index 0 if it is not."""
-    if padding == "reflection":
-        at = _reflected(at, 0.0 if align else -0.5, size - 1.0 if align else float(size))
-    if padding != "zeros":
-        at = at.clamp(0, size - 1)
+def _neighbours(begin: Tensor, size: int, padding: str, align: bool) -> tuple[Tensor, Tensor]:
+    """Return whether the neighbours -1, 0, 1, 2 of (N, L) whole coordinates are pixels, and their indices: (N, 4, L).
+
+    The index is 0 if there is no such pixel.
+    """
+    at = torch.stack([_padded(begin + step, size, padding, align) for step in (-1, 0, 1, 2)], 1)
     inside = (at >= 0) & (at < size)
     return inside, torch.where(inside, at.to(torch.int64), 0)
+
+
+def _padded(at: Tensor, size: int, padding: str, align: bool) -> Tensor:
+    """Return the coordinate of the pixel that a padding reads for a whole coordinate."""
+    if padding == "reflection":
+        at = _reflected(at, 0.0 if align else -0.5, size - 1.0 if align else float(size))
+    return at if padding == "zeros" else at.clamp(0, size - 1)
 
 
 def _reflected(at: Tensor, low: float, span: float) -> Tensor:

@@ -15,6 +15,7 @@ from fxround.runtime.cpu.blocks import run_blocks
 from fxround.runtime.cpu.code import current_set
 from fxround.runtime.cpu.contraction import begin_product
 from fxround.runtime.cpu.exact_sum import run_exact
+from fxround.runtime.cpu.gather import run_gather
 from fxround.runtime.cpu.iterations import iterations
 from fxround.runtime.cpu.llvm.map import MAX_DIMS
 from fxround.runtime.cpu.long_programs import run_parts
@@ -46,6 +47,7 @@ class CpuTarget:
     reduce = staticmethod(run_reduce)
     scan = staticmethod(run_scan)
     scatter = staticmethod(run_scatter)
+    gather = staticmethod(run_gather)
     product_of = staticmethod(run_chain)
     iterations = staticmethod(iterations)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxround.kernels.kinds import Blocks, Map
@@ -27,6 +28,7 @@ class CudaTarget:
     reduce = staticmethod(run_reduce)
     scan = staticmethod(run_scan)
     scatter = staticmethod(run_scatter)
+    gather = staticmethod(torch.gather)
     product = staticmethod(run_product)
     product_of = staticmethod(run_chain)
     pointwise = staticmethod(pointwise)

@@ -25,7 +25,7 @@ from fxround.runtime.schedule.row_chains import gather_rows
 from fxround.runtime.schedule.scaled import join_scaled
 from fxround.runtime.schedule.straight import SOURCE
 from fxround.runtime.schedule.verify import verify_schedule
-from fxround.runtime.torch_ops import KERNELS
+from fxround.runtime.torch_ops import KERNELS, MOVEMENTS
 
 
 def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
@@ -90,8 +90,8 @@ def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], be
             direct.call_function(buffers.begin)
             begun = True
         made[node] = copy_node(direct, node, made)
-        if node.target in KERNELS:
-            made[node].target = KERNELS[node.target]
+        if node.op == "call_function":
+            made[node].target = KERNELS.get(node.target, MOVEMENTS.get(node.target, node.target))
         if dead.get(node):
             direct.call_function(buffers.release, tuple(made[value] for value in dead[node]))
     return fx.GraphModule(graph, direct)

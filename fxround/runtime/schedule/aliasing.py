@@ -16,7 +16,7 @@ from torch import fx
 
 from fxround.graph.dialect import FUSED
 from fxround.operators.rules import RULES
-from fxround.runtime.torch_ops import KERNELS
+from fxround.runtime.torch_ops import KERNELS, MOVEMENTS
 
 _ATEN: Final = torch.ops.aten
 # Operators whose results may alias an operand whatever their schemas say.
@@ -36,7 +36,7 @@ _OTHER: Final = frozenset(
     }
 )
 # The operators, and the functions that a schedule calls in their place.
-_KERNELS: Final = frozenset((*KERNELS, *KERNELS.values()))
+_KERNELS: Final = frozenset((*KERNELS, *KERNELS.values(), *MOVEMENTS, *MOVEMENTS.values()))
 _LISTS: Final = frozenset((FUSED, KERNELS[FUSED]))
 
 

@@ -40,6 +40,7 @@ from fxround.runtime.call_programs import (
     sees_calls,
 )
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, may_share
+from fxround.runtime.torch_ops import MOVEMENTS
 
 _ATEN: Final = torch.ops.aten
 
@@ -74,7 +75,7 @@ _DTYPES: Final = (torch.float32, torch.float64)
 
 def rounds_nothing(graph: fx.GraphModule) -> bool:
     """Whether PyTorch's operators compute everything in a graph."""
-    return not any(map(is_kernel, graph.graph.nodes))
+    return not any(is_kernel(node) and node.target not in MOVEMENTS for node in graph.graph.nodes)
 
 
 def reusing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Computed | None:

@@ -9,7 +9,7 @@ the same bits. Only elements below ``total`` are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from llvmlite import ir
 
 from fxround.kernels.kinds import Map, Word
+from fxround.numerics.arithmetic.branches import needed
 from fxround.numerics.arithmetic.randomness import (
     BLOCK,
     GAMMA,
@@ -108,6 +109,7 @@ def build_map(variant: MapVariant) -> str:
     between = {v: scratch(b, SCALARS[v.type], BLOCK) for stage in stages[:-1] for v in stage.results}
     seeds = _seeds(b, a["key"], variant)
     part = load_part(b, a["key"], 3 + kernel.nodes) if kernel.parts and kernel.draws else None
+    shared = _shared(b, variant, pointers, {stage.lanes for stage in stages})
     walks = bool({"inner", "row", "strided"} & set(variant.access))
     place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
 
@@ -124,7 +126,8 @@ def build_map(variant: MapVariant) -> str:
     def emit_stage(stage: Stage, i: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Emit a stage for the elements from i on."""
         lanes = stage.lanes
-        env = {value: load(value, i, lanes, sources) for value in stage.reads}
+        env = {value: load(value, i, lanes, sources) for value in stage.reads if value not in shared[lanes]}
+        env |= shared[lanes]
         fuse = fusions_for(variant.machine, lanes)
         values = emit_results(stage.results, b, env, lanes, fuse)
         if stage is not stages[-1]:
@@ -147,7 +150,7 @@ def build_map(variant: MapVariant) -> str:
             width = 32 if kernel.parts else kernel.draws[d].width
             return _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, width, variant.machine)
         source, s = sources[place], kernel.loads[place]
-        if variant.access[place] in ("scalar", "row"):
+        if variant.access[place] == "row":
             return splat(b, load_vector(b, source, s, 1), lanes)
         return load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
 
@@ -189,6 +192,27 @@ def build_map(variant: MapVariant) -> str:
             _advance(b, a, place, I64(BLOCK))
     b.ret_void()
     return str(module)
+
+
+def _shared(
+    b: ir.IRBuilder, variant: MapVariant, pointers: Sequence[Any], widths: Iterable[int]
+) -> dict[int, dict[Expr, Any]]:
+    """What all elements share, by the lanes of a vector: operands of one element, and quotients and roots of them.
+
+    It is computed once. LLVM does not move it out of the loops, because it cannot know that no result is stored there.
+    """
+    body = variant.kernel.body
+    ones = [i for i, access in enumerate(variant.access) if access == "scalar"]
+    loaded = {body.params[i]: load_vector(b, pointers[i], variant.kernel.loads[i], 1) for i in ones}
+    alone: set[Expr] = set(loaded)
+    order = needed(body.results, dict.fromkeys(body.params))
+    alone |= {node for node in order if node.op == "const"}
+    for node in order:
+        if node.args and alone.issuperset(node.args):
+            alone.add(node)
+    slow = tuple(node for node in order if node in alone and node.op in ("fdiv", "sqrt"))
+    known = loaded | dict(zip(slow, emit_results(slow, b, loaded, 1, None), strict=True))
+    return {lanes: {node: splat(b, value, lanes) for node, value in known.items()} for lanes in widths}
 
 
 def _seeds(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Any:
