@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from dataclasses import dataclass
@@ -193,6 +194,7 @@ def operator_name(node: fx.Node) -> str:
     return str(target) if isinstance(target, torch._ops.OperatorBase) else getattr(target, "__name__", str(target))
 
 
+@functools.lru_cache(maxsize=4096)
 def _module_path(path: str) -> str:
     """Return ``layer1.0`` for Dynamo's ``L['self'].layer1.0``, or for ``getattr(L['self'].layer1, '0')``.
 

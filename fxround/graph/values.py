@@ -22,6 +22,8 @@ T = TypeVar("T")
 _SETTLED: Final = "fxround_settled"
 # The attribute of a fake mode that keeps what it has computed.
 _KNOWN: Final = "fxround_known"
+_SET_ARGS: Final = vars(fx.Node)["args"].fset
+_SET_KWARGS: Final = vars(fx.Node)["kwargs"].fset
 
 
 def instances_in(values: Any, kind: type[T]) -> Iterator[T]:
@@ -143,12 +145,12 @@ class _Known:
         owner = self.owners.get(id(value))
         if owner is None:
             leaves, structure = pytree.tree_flatten(value)
-            number = self.numbers.setdefault((structure, *map(_described, leaves)), len(self.numbers))
+            number = self.numbers.setdefault((structure, *map(described, leaves)), len(self.numbers))
             owner = self.owners[id(value)] = value, number
         return owner[1]
 
 
-def _described(value: Any) -> tuple[Any, ...]:
+def described(value: Any) -> tuple[Any, ...]:
     """Return everything of a fake value that an operator can ask for; the object itself where that is not known."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         # The hash of the value itself would make its present number a condition of the graph.
@@ -169,11 +171,15 @@ def outputs_of(graph: fx.GraphModule) -> list[Any]:
 def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Return a copy of a node at the end of another graph. made: the copies of what the node reads.
 
-    Arguments are set after the node is made: PyTorch looks through those of a new node for symbolic numbers.
+    Arguments are set after the node is made: PyTorch looks through those of a new node for symbolic numbers. They are
+    set by the properties themselves: an assignment would take the node out of the table of the graph, and put it back.
     """
     new = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    new.args, new.kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-    new.meta = dict(node.meta)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+    _SET_ARGS(new, args)
+    if kwargs:
+        _SET_KWARGS(new, kwargs)
+    new.meta.update(node.meta)
     return new
 
 
@@ -183,6 +189,11 @@ def module_of(root: Any, graph: fx.Graph) -> fx.GraphModule:
     Most graphs are only read by the next pass, and writing their code would take as long as the passes.
     """
     return _LazyGraphModule(root, graph)
+
+
+def write_code(graph: fx.GraphModule) -> None:
+    """Write the code of a graph before it is called: a first call that writes it would be one that hooks see."""
+    _LazyGraphModule.force_recompile(graph)
 
 
 def fake_mode(graph: fx.GraphModule) -> Any:

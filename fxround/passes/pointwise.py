@@ -29,6 +29,7 @@ aten = torch.ops.aten
 
 def lower_pointwise(graph: fx.GraphModule, plan: Plan) -> None:
     """Replace arithmetic, elementary functions and inexact casts by programs."""
+    rng = rng_of(graph)
     for node, place in sites(graph):
         wanted, rule = decided(place), rule_of(node) if place.kind in ("pointwise", "elementary") else None
         if wanted is None or rule is None or node.meta["val"].dtype not in STORAGES:
@@ -39,7 +40,7 @@ def lower_pointwise(graph: fx.GraphModule, plan: Plan) -> None:
             continue
         dtype = node.meta["val"].dtype
         operands, text = _program(graph, node, rule.body, wanted[1])
-        become(graph, node, Pointwise(operands, text, dtype, rng_of(graph), place.number))
+        become(graph, node, Pointwise(operands, text, dtype, rng, place.number))
 
 
 def _program(graph: fx.GraphModule, node: fx.Node, body: str, rounding: Rounding) -> tuple[list[fx.Node], str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import fxround
+from fxround.runtime.schedule.epilogues import Epilogue
 
 X = torch.arange(15.0).reshape(5, 3) / 8
 
@@ -86,3 +87,17 @@ def test_hooks_of_all_modules_and_of_the_compiled_module_run_together(registered
     assert compiled(X).tolist() == ((X + 1) * 16).tolist() and seen == ["RoundedModule"]
     own.remove()
     assert compiled(X).tolist() == ((X + 1) * 2).tolist()
+
+
+def test_a_part_without_a_plan_is_no_module_to_a_hook(
+    registered: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, x = nn.Sequential(nn.Linear(300, 200), nn.ReLU()), torch.randn(128, 300)
+    planned = fxround.compile(plain, "reproducible")(x)
+    calls: list[str] = []
+    asked: list[Any] = []
+    monkeypatch.setattr(Epilogue, "plan", lambda *given: asked.append(given))
+    compiled = fxround.compile(plain, "reproducible", example_inputs=(x,))
+    registered(register_module_forward_hook, lambda module, *_: calls.append(type(module).__name__))
+    assert torch.equal(compiled(x), planned) and len(asked) == 1
+    assert calls == ["Linear", "ReLU", "Sequential"]

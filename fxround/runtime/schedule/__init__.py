@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from fxround.graph.dialect import draws_in_parts
-from fxround.graph.values import copy_node
+from fxround.graph.values import copy_node, module_of
 from fxround.runtime import buffers
 from fxround.runtime.schedule.aliasing import is_kernel, is_known, is_view_of, may_share, returns_list
 from fxround.runtime.schedule.epilogues import join_epilogues
@@ -37,7 +37,7 @@ def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
     """
     if draws_in_parts(graph):
         # What runs several kernels together gives them one random state.
-        scheduled = _direct(graph, _dead_after(graph), begun=False)
+        scheduled = fx.GraphModule(graph, _direct(graph, _dead_after(graph), begun=False))
         verify_schedule(scheduled)
         return scheduled
     return _scheduled(graph, fuse, begun=False)
@@ -61,8 +61,9 @@ def _scheduled(graph: fx.GraphModule, fuse: bool, begun: bool) -> fx.GraphModule
         dead[node] = [value for value in dead.get(node, ()) if value not in given]
         chain.spent = tuple(given.values())
         inputs = chain.whole.graph.find_nodes(op="placeholder")
-        chain.whole = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
-    scheduled = _direct(gathered, dead, begun)
+        inside = _direct(chain.whole, _dead_after(chain.whole, {inputs[i] for i in chain.spent}), begun=True)
+        chain.whole = module_of(chain.whole, inside)  # most parts run by a plan
+    scheduled = fx.GraphModule(gathered, _direct(gathered, dead, begun))
     verify_schedule(scheduled)
     scheduled.meta[SOURCE] = looped
     return scheduled
@@ -78,7 +79,7 @@ def _place_of(value: fx.Node, call: fx.Node) -> int | None:
     return places[0] if len(places) == 1 and is_view_of(call.args[places[0]], value) else None
 
 
-def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], begun: bool) -> fx.GraphModule:
+def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], begun: bool) -> fx.Graph:
     """The graph with kernels called directly and dead memory released.
 
     begun: whether the graph is called from one whose call has already begun.
@@ -94,7 +95,7 @@ def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], be
             made[node].target = KERNELS.get(node.target, MOVEMENTS.get(node.target, node.target))
         if dead.get(node):
             direct.call_function(buffers.release, tuple(made[value] for value in dead[node]))
-    return fx.GraphModule(graph, direct)
+    return direct
 
 
 def _dead_after(graph: fx.GraphModule, given: Collection[fx.Node] = ()) -> dict[fx.Node, list[fx.Node]]:

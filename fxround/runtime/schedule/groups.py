@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
-from fxround.graph.values import copy_node, module_of
+from fxround.graph.values import copy_node, module_of, write_code
 from fxround.runtime.schedule.plans import Plans
 from fxround.runtime.target import Plan, Target
 
@@ -52,7 +52,10 @@ class PlannedPart(Part):
         """Run by the plan, or as the graph says: the same bits."""
         plan = self.plans.of(inputs, self.plan)
         results = None if plan is None else plan.run(inputs)
-        return list(self.whole.forward(*inputs)) if results is None else results
+        if results is not None:
+            return results
+        write_code(self.whole)
+        return list(self.whole.forward(*inputs))
 
 
 def grouped(

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from fxround.graph.dialect import BlockExpand, BlockMaximum, Pointwise, read
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
+from fxround.graph.values import write_code
 from fxround.kernels import from_text
 from fxround.runtime import buffers
 from fxround.runtime.run import run_blocks
@@ -85,6 +86,7 @@ class Scaled(Part):
         shared = [inputs[i] for i in self.shared]
         result = run_blocks(self.figure, self.elements, inputs[self.x].detach(), self.sizes, shared)
         if result is None:
+            write_code(self.whole)
             return list(self.whole.forward(*inputs))
         buffers.release(*(inputs[i] for i in self.spent))
         return [result]
