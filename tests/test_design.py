@@ -141,6 +141,7 @@ def test_private_interfaces_of_torch_stay_with_capture_and_graph() -> None:
             "capture.traced_packing",
             "capture.transforms",
             "capture.dynamo",
+            "capture.fake_results",
             "capture.guards",
             "capture.numbers",
             "capture.numpy_numbers",

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture.aliases import Returned
 from fxround.capture.counting_numbers import CountingNumbers
+from fxround.capture.fake_results import remembered_results
 from fxround.capture.guards import EVERY_GUARD, Noted, spelled
 from fxround.capture.leftovers import installed_names
 from fxround.capture.log_messages import logging_while_traced
@@ -226,6 +227,7 @@ def dynamo_graph(model: nn.Module, args: Any, kwargs: Any) -> tuple[fx.GraphModu
         stack.callback(unmark, model)
         stack.enter_context(computed_views())
         stack.enter_context(numpy_numbers())
+        stack.enter_context(remembered_results())
         installed = stack.enter_context(installed_names(get_traced_fn(traced)[0].__globals__))
         captured = fullgraph_capture(traced, args, kwargs)
     if captured.backend_input is None:

@@ -409,7 +409,9 @@ def _key(source: Any) -> Any:
 
 def _root(source: Any) -> str:
     """Return the name of the local variable by which a value is found; "" for a global and for a flag."""
-    first = _chain(source)[0]
+    first = source
+    while (base := getattr(first, "base", None)) is not None:
+        first = base
     return str(first.local_name) if hasattr(first, "local_name") else ""
 
 

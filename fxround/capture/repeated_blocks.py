@@ -1,10 +1,10 @@
-"""Repeated blocks: AOTAutograd traces four of a model's equal blocks, and the others are copies.
+"""Repeated blocks: AOTAutograd traces three or four of a model's equal blocks, and the others are copies.
 
 A transformer's layers are equal but for their parameters. ``traced_once`` finds such blocks in Dynamo's graph, and
-traces the graph with the first three and the last of them. The ATen nodes of the third, forward and backward, are then
-copied for each of the others, with the parameters, module path and source line of each. The result is the graph that a
-trace of all blocks gives, node for node. The third block is copied only if it reads in every place what the second
-reads, one block later; otherwise all blocks are traced.
+traces the graph with the first three of them and, for gradients, the last. The ATen nodes of the third, forward and
+backward, are then copied for each of the others, with the parameters, module path and source line of each. The result
+is the graph that a trace of all blocks gives, node for node. The third block is copied only if it reads in every place
+what the second reads, one block later; otherwise all blocks are traced.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from torch import fx
 from fxround.capture.dynamo import inputs_of
 from fxround.capture.torch_private import NOTE_OF_SUMS, TRACED_FROM, adds_gradients, is_backward, joint_of, traced_from
 
-# The blocks that are traced: what the first reads is not what the others read, the second is compared with the third,
-# the third is copied, and the gradients that the last reads are not what the others read.
+# The first blocks are traced: what the first reads is not what the others read, the second is compared with the third,
+# and the third is copied.
 _FIRST: Final = 3
-_LAST: Final = 1
 # A copy costs less than a trace, but the search costs something too: the least number of Dynamo's nodes to leave out.
 _LEAST: Final = 24
 # What a node of ATen's graph has from the node of Dynamo's graph that it was traced from, forward and backward.
@@ -56,16 +55,23 @@ _Number = tuple[int, bool, int]
 class Repetition:
     """Consecutive blocks of Dynamo's graph that differ in their parameters alone.
 
-    parameters: for each block, the name of its parameter in place of one of the third block.
+    parameters: for each block, the name of its parameter in place of one of the third block. last: how many of the last
+    blocks are traced.
     """
 
     blocks: tuple[tuple[_Node, ...], ...]
     parameters: tuple[Mapping[str, str], ...]
+    last: int
+
+    @property
+    def untraced(self) -> slice:
+        """The places of the blocks that are not traced."""
+        return slice(_FIRST, len(self.blocks) - self.last)
 
     @property
     def left_out(self) -> tuple[tuple[_Node, ...], ...]:
         """The blocks that are not traced."""
-        return self.blocks[_FIRST:-_LAST]
+        return self.blocks[self.untraced]
 
     @property
     def third(self) -> tuple[_Node, ...]:
@@ -127,7 +133,7 @@ class _Search:
         names = [_renamed(blocks[_FIRST - 1], block, self.parameters) for block in blocks]
         known = tuple(known_name for known_name in names if known_name is not None)
         if len(known) == times and not _is_read_later(blocks) and not self._add_gradients(blocks):
-            yield Repetition(blocks, known)
+            yield Repetition(blocks, known, _last())
         yield from self._part(end, len(self.nodes)).runs()
 
     def _add_gradients(self, blocks: Sequence[Sequence[_Node]]) -> bool:
@@ -187,7 +193,12 @@ class _Search:
 def _left_out(run: tuple[int, int, int]) -> int:
     """Return how many nodes of a run, as its first node and the length and number of blocks, are not traced."""
     _, period, times = run
-    return period * (times - _FIRST - _LAST)
+    return period * (times - _FIRST - _last())
+
+
+def _last() -> int:
+    """Return how many of the last blocks are traced: one with gradients, which are not those that the others read."""
+    return int(torch.is_grad_enabled())
 
 
 def _is_read_later(blocks: Sequence[Sequence[_Node]]) -> bool:
@@ -253,7 +264,7 @@ def _tensor(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shortened(whole: fx.Graph, runs: Sequence[Repetition]) -> fx.Graph:
-    """Return the graph without the blocks that are not traced; the last block reads the third."""
+    """Return the graph without the blocks that are not traced; what reads the last of them reads the third."""
     short = fx.Graph()
     copies: dict[_Node, _Node] = {}
     dropped = {node for run in runs for block in run.left_out for node in block}
@@ -335,7 +346,10 @@ def _completed(graph: fx.Graph, run: Repetition, inputs: Mapping[str, _Node]) ->
     blocks = _traced(graph, run, parameters)
     if blocks is None:
         return False
-    first, second, third, last = blocks
+    first, second, third, *ends = blocks
+    last = ends[0] if ends else third
+    if third.backward and not ends:
+        return False
     places, gradients = third.places(second, last), third.gradients(_gradients(graph))
     if second.places(first, third) != places or second.made() != third.made():
         return False
@@ -344,10 +358,11 @@ def _completed(graph: fx.Graph, run: Repetition, inputs: Mapping[str, _Node]) ->
     sources = _sources(second, third, run)
     if sources is None or len(last.backward) != len(third.backward):
         return False
-    copies = [_Block({}, [], own) for own in parameters[_FIRST:-_LAST]]
+    copies = [_Block({}, [], own) for own in parameters[run.untraced]]
     _copy(graph, third, places, sources, run.left_out, copies, last)
     _return_gradients(graph, copies, gradients)
-    reading = {*last.nodes}
+    inside = {node for block in (third, *copies) for node in block.nodes}
+    reading = {*last.nodes} if ends else {*graph.nodes} - inside
     for number, node in third.forward.items():
         node.replace_all_uses_with(copies[-1].forward[number], delete_user_cb=lambda user: user in reading)
     reading = {*third.backward}
@@ -357,8 +372,9 @@ def _completed(graph: fx.Graph, run: Repetition, inputs: Mapping[str, _Node]) ->
 
 
 def _traced(graph: fx.Graph, run: Repetition, parameters: Sequence[Mapping[str, _Node]]) -> list[_Block] | None:
-    """Return the first, second, third and last block of a run; None if they are not one after the other."""
-    traced = (*range(_FIRST), len(run.blocks) - _LAST)
+    """Return the traced blocks of a run; None if they are not one after the other."""
+    numbers = range(len(run.blocks))
+    traced = tuple(i for i in numbers if i not in numbers[run.untraced])
     index = {node.name: (i, j) for i in traced for j, node in enumerate(run.blocks[i])}
     forward = [(*index[traced_from(node)], node) for node in graph.nodes if traced_from(node) in index]
     blocks = {i: _Block(_numbered((j, n) for k, j, n in forward if k == i), [], parameters[i]) for i in traced}

@@ -454,6 +454,8 @@ def quickened() -> Iterator[None]:
 
     def maybe_as_int(self: Any) -> int | None:
         expression = self.expr
+        if expression.is_Integer:
+            return int(expression)
         is_constant = constant.get(expression)
         if is_constant is None:
             is_constant = constant[expression] = bool(expression.is_number)
@@ -463,6 +465,7 @@ def quickened() -> Iterator[None]:
         for name in _ARITHMETIC:
             stack.enter_context(mock.patch.object(SymNode, f"_{name}", _remembering(SymNode, f"_{name}", known)))
         stack.enter_context(mock.patch.object(SymNode, "maybe_as_int", maybe_as_int))
+        stack.enter_context(mock.patch.object(SymNode, "expr", property(_unreplaced(vars(SymNode)["expr"].fget))))
         stack.enter_context(mock.patch.object(FunctionalTensor, "__new__", _unasked(FunctionalTensor)))
         yield
 
@@ -489,11 +492,30 @@ def _remembering(symbolic: Any, name: str, known: dict[Any, Any]) -> Callable[[A
     return remembered
 
 
+def _unreplaced(replaced: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the method that gives the expression of a number. It is its own while no symbol has a replacement.
+
+    PyTorch first asks an expression whether it is a number, which takes longer than all else that it does.
+    """
+
+    def expression(self: Any) -> Any:
+        if getattr(self.shape_env, "_replacements_version_counter", None) == 0:
+            return self._expr
+        return replaced(self)
+
+    return expression
+
+
 def _replacements(environment: Any) -> Any:
     """Return what differs whenever a symbol was replaced by another expression."""
     # torch 2.11 has no counter of the replacements.
     counter = getattr(environment, "_replacements_version_counter", None)
     return tuple(environment.replacements.items()) if counter is None else counter
+
+
+def known_of_symbols(environment: Any) -> tuple[Any, ...]:
+    """Return what differs whenever more became known of the symbols of an environment."""
+    return id(environment), _replacements(environment), len(environment.guards), environment._get_key()
 
 
 def _is_plain(number: Any) -> bool:
