@@ -62,12 +62,14 @@ def round_beyond(wide: Wide, rounding: Rounding, random: Expr | None) -> Expr:
 def _fraction(error: Expr, kept: Expr) -> tuple[Expr, Expr]:
     """Return floor(2^32 |error| / ulp) as a u32, where ulp is the spacing above ``kept``, and whether nothing is cut.
 
-    With significand s and exponent fields f of the error and g of kept, it is s * 2^(f - g + 32): a shift to the right,
-    since |error| <= ulp / 2 makes g - f at least 53.
+    With significand s and exponent fields f of the error and g of kept, it is s * 2^(f - g + 32). A shift to the left
+    loses nothing: if g - f < 53, the error is subnormal, and s * 2^(f - g) = |error| / ulp is at most 1/2.
     """
     ordinal = ordinal_of(bits(error), CARRIERS["f64"])
     field = ordinal >> 52
     significand = select(field.equals(0), ordinal, (ordinal & ((1 << 52) - 1)) | (1 << 52))
-    places = minimum((maximum(kept >> 52, 1) - 32) - maximum(field, 1), 63)
-    scaled = significand >> places
-    return narrow(scaled), (scaled << places).equals(significand) & (ordinal > 0)
+    apart = maximum(kept >> 52, 1) - maximum(field, 1)
+    raised = significand << (32 - minimum(apart, 32))
+    places = minimum(maximum(apart, 32) - 32, 63)
+    scaled = raised >> places
+    return narrow(scaled), (scaled << places).equals(raised) & (ordinal > 0)
