@@ -61,6 +61,7 @@ from parallel_models import Attention, Gated, whole
 MICRO_BATCHES: Final = 8
 _SHARDS: Final = "shards:8/lanes:16"
 STOCK: Final = "stock"
+_TABLE: Final = "process-grid"
 WAYS: Final = ("tensor", "DDP", "FSDP", "tensor x FSDP")
 # Each of 8 processes has whole blocks of 32 inner columns, which share a scale, and two heads of an attention.
 _INNER: Final = 256
@@ -316,7 +317,9 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--keep", type=Path, help="a folder for what is complete, which is not computed again")
-    parser.add_argument("--write", action="store_true", help="store the table under benchmarks/results")
+    parser.add_argument(
+        "--write", nargs="?", const=_TABLE, metavar="TABLE", help="store the table under benchmarks/results"
+    )
     chosen = parser.parse_args()
     print(header(["torch"]))
     columns = [*chosen.policies, STOCK]
@@ -331,19 +334,19 @@ def main() -> None:
     headings = ["model", "way", "processes", "tensors", *columns]
     print(table(headings, rows))
     if chosen.write:
-        _store(headings, rows)
+        _store(chosen.write, headings, rows)
 
 
-def _store(headings: list[str], rows: list[list[str]]) -> None:
-    """Put rows into the stored table, beside those of other models if they have the same policies."""
-    path, name = RESULTS / "process_grid.json", "process-grid"
-    stored = json.loads(path.read_text(encoding="utf-8"))[name] if path.exists() else {"columns": []}
-    models = {row[0] for row in rows}
+def _store(name: str, headings: list[str], rows: list[list[str]]) -> None:
+    """Put rows into a stored table, beside those of other models if they have the same policies."""
+    path = RESULTS / "process_grid.json"
+    tables = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    stored, models = tables.get(name, {"columns": []}), {row[0] for row in rows}
     if stored["columns"] == headings:
         rows = [*(row for row in stored["rows"] if row[0] not in models), *rows]
     made = {"columns": headings, "numbers": list(range(3, len(headings))), "rows": rows}
     made |= conditions("python -m benchmarks.process_grid", where=", one thread in each process, gloo")
-    path.write_text(json.dumps({name: made}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(tables | {name: made}, indent=1) + "\n", encoding="utf-8")
 
 
 def _digest_of_sources() -> str:
