@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
 import fxround
+from fxround.errors import VerificationError
 from fxround.kernels.maps import map_kernel
 from fxround.kernels.program import Program
 from fxround.policy import Policy, Rule
-from fxround.runtime.cpu import launches
+from fxround.runtime.cpu import contraction, launches, threads
 from fxround.runtime.cpu.launches import Address, KeyAddress, LaunchTable, map_launch
 from fxround.runtime.cpu.pointwise import call_for
 from fxround.runtime.draw import NO_KEY, Draw
@@ -62,13 +65,41 @@ def test_steps_share_the_items_and_the_last_one_has_fewer(pieces: int) -> None:
     double = _call("t0 = add(x0, x0) @ binary32/nearest_even/inf", x)
     # Blocks of 64 elements, of which the last one has 40; two blocks in a step, so that the last step has none.
     table = LaunchTable([map_launch(double, [Address(0)], [Address(1)], _NO_KEY, share=2)], [0, 1], {})
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
         table.spread([x.data_ptr(), result.data_ptr()], Draw(), 9, pieces)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     assert torch.equal(result[:1000], x + x) and bool((result[1000:] == -1).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("module", [launches, contraction])
+def test_scratch_outlives_a_signal_handler_that_needs_more(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler may run a model after the memory of the thread was taken, and before machine code is called."""
+    shared, seen = module.spread, []
+
+    def interrupted(*args: Any) -> None:
+        memory = weakref.ref(threads._KEPT.scratch)
+        threads.scratch(threads._KEPT.scratch.numel() + 1, shared=False)
+        seen.append(memory() is not None)
+        shared(*args)
+
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    compiled, x = fxround.compile(model, "reproducible"), torch.rand(2048, 64)
+    expected = compiled(x)
+    monkeypatch.setattr(module, "spread", interrupted)
+    assert torch.equal(compiled(x), expected) and seen and all(seen)
+
+
+def test_launches_that_the_loop_cannot_run_are_refused() -> None:
+    x = torch.rand(3)
+    double = map_launch(_call("t0 = add(x0, x0) @ binary32/nearest_even/inf", x), [Address(0)], [Address(1)], _NO_KEY)
+    with pytest.raises(VerificationError, match=r"homes \[1\] are given by the call"):
+        LaunchTable([double], [0, 1], {1: 12})
+    with pytest.raises(VerificationError, match="a launch has 6 arguments; expected one of"):
+        LaunchTable([replace(double, arguments=double.arguments[:6])], [0, 1], {})
 
 
 @torch.no_grad()

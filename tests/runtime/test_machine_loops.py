@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._higher_order_ops import scan
+from torch._higher_order_ops.map import map as over_rows
 
 import fxround
 from fxround.runtime import buffers
@@ -235,6 +236,18 @@ def test_a_plan_serves_calls_of_other_tensors_lengths_and_samples() -> None:
                 expected = compiled(*given)
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert planner.call_count == 1
+
+
+@torch.no_grad()
+def test_values_without_elements_are_no_memory_of_an_operand() -> None:
+    def model(xs: Tensor, w: Tensor) -> Any:
+        return over_rows(lambda x, w: torch.cat([(x[:0] + 1).exp(), x * w]), xs, w)
+
+    given = torch.rand(5, 4), torch.rand(4)
+    compiled = fxround.compile(model, "reproducible")
+    with _watched() as ran:
+        assert torch.equal(compiled(*given), given[0] * given[1])
+    assert ran == [True]
 
 
 @torch.no_grad()

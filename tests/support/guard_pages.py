@@ -79,9 +79,9 @@ def everywhere(at_end: bool) -> Iterator[None]:
     def table(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: guarded(make(*args), at_end)
 
-    def scratch(size: int, shared: bool) -> tuple[int, int]:
+    def scratch(size: int, shared: bool) -> tuple[Tensor, int]:
         whole = -(-size // _LINE) * _LINE
-        return Memory.of(whole * torch.get_num_threads(), at_end), whole
+        return empty((whole * torch.get_num_threads(),), (1,), torch.uint8, at_end), whole
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(buffers, "empty", result))

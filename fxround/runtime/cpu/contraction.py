@@ -67,7 +67,7 @@ class Code:
         """Do the items, cut into pieces; returns the pieces whose results do not count."""
         flags = (ctypes.c_int32 * pieces)()
         space, step = scratch(self.scratch, pieces > 1)
-        arguments = self.arguments(pointers, space, key, flags)
+        arguments = self.arguments(pointers, space.data_ptr(), key, flags)
         last = len(arguments) - 1
         # Each thread has scratch of its own, and each piece a flag of its own: no two write to the same memory.
         spread(self.function, items, pieces, arguments, {last - 2: step}, {last: ctypes.sizeof(ctypes.c_int32)})

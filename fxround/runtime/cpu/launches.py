@@ -16,9 +16,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from fxround.errors import VerificationError
 from fxround.runtime.cpu.code import address_of, native, signature
 from fxround.runtime.cpu.contraction import Work
-from fxround.runtime.cpu.llvm.launches import FRAME, MOST, STATUS, build_launches
+from fxround.runtime.cpu.llvm.launches import COUNTS, FRAME, MOST, STATUS, build_launches
 from fxround.runtime.cpu.pointwise import MapCall, array
 from fxround.runtime.cpu.reduction import Reduction
 from fxround.runtime.cpu.threads import scratch, spread
@@ -172,8 +173,8 @@ class LaunchTable:
         """Run all launches for each step; threads share ``pieces`` pieces of the steps. No launch has a ``work``."""
         bases = array((0, 0, draw.seed, draw.sample, *outside))
         # Memory of the thread: one call of machine code writes all of it before it reads it.
-        at, grows = scratch(self._size, pieces > 1)
-        arguments = 0, self._at, ctypes.addressof(bases), at
+        space, grows = scratch(self._size, pieces > 1)
+        arguments = 0, self._at, ctypes.addressof(bases), space.data_ptr()
         spread(self._run, range(steps), pieces, arguments, {len(arguments) - 1: grows})
 
     def _again(self, number: int, at: int) -> None:
@@ -207,12 +208,16 @@ class _Frame:
         self._states = states
         self.memory = 0
         self.flags: dict[int, int] = {}
+        if both := self._homes.keys() & memory.keys():
+            raise VerificationError(f"homes {sorted(both)} are given by the call, and in memory of its own")
         for home, size in memory.items():
             self._homes[home] = _Place(_MEMORY, self.memory)
             self.memory += _aligned(size)
 
     def add(self, launch: Launch) -> int:
         """Put what a launch needs into the frame; returns the index of its range of items."""
+        if len(launch.arguments) not in COUNTS:
+            raise VerificationError(f"a launch has {len(launch.arguments)} arguments; expected one of {COUNTS}")
         numbers = [self._number(argument) for argument in launch.arguments]
         first = len(self._words)
         for number in (*self._span(launch), *numbers):

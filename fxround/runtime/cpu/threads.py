@@ -74,19 +74,19 @@ def spread(
     _pool().share(team, ctypes.addressof(task), min(threads, pieces, MOST))
 
 
-def scratch(size: int, shared: bool) -> tuple[int, int]:
-    """The address of this thread's scratch, and the bytes, at least ``size``, that each thread of its team has there.
+def scratch(size: int, shared: bool) -> tuple[Tensor, int]:
+    """This thread's scratch, and the bytes, at least ``size``, that each thread of its team has there.
 
-    The memory belongs to the thread until it asks again. shared: whether there is a team at all.
+    The memory belongs to the thread until it asks again, as a signal handler may before machine code is called: the
+    caller holds the tensor until then. shared: whether there is a team at all.
     """
     # Whole pages: no two threads write to one cache line.
     step = -(-size // _PAGE) * _PAGE
     total = step * (torch.get_num_threads() if shared else 1)
-    kept: tuple[int, int, Tensor] | None = getattr(_KEPT, "scratch", None)
-    if kept is None or kept[0] < total:
-        memory = torch.empty(total, dtype=torch.uint8)
-        kept = _KEPT.scratch = (total, memory.data_ptr(), memory)
-    return kept[1], step
+    kept: Tensor | None = getattr(_KEPT, "scratch", None)
+    if kept is None or kept.numel() < total:
+        kept = _KEPT.scratch = torch.empty(total, dtype=torch.uint8)
+    return kept, step
 
 
 class _Pool:

@@ -12,6 +12,7 @@ from fxround.runtime.target import Target, target_of
 P = TypeVar("P")
 # The most layouts that plans are kept for.
 _MANY: Final = 32
+_UNKNOWN: Final = object()
 
 
 class Plans(Generic[P]):
@@ -30,7 +31,7 @@ class Plans(Generic[P]):
         layouts = (
             (x.shape[i in self._lengths :], x.stride(), x.dtype, x.device, x.is_neg(), type(x))
             if isinstance(x, Tensor)
-            else x
+            else (type(x), x)
             for i, x in enumerate(inputs)
         )
         return (target, *target.settings(inputs), *layouts)
@@ -39,10 +40,9 @@ class Plans(Generic[P]):
         """Return the plan for inputs, which ``make`` makes if there is none for their layouts."""
         target = target_of(inputs)
         key = self.key(target, inputs)
-        try:
-            return self._plans[key]
-        except KeyError:
-            return self.put(key, make(target, inputs))
+        plan: Any = self._plans.get(key, _UNKNOWN)
+        known: P = self.put(key, make(target, inputs)) if plan is _UNKNOWN else plan
+        return known
 
     def get(self, key: Hashable) -> P | None:
         """Return what was planned; None if nothing was."""

@@ -30,8 +30,8 @@ FRAME: Final = 0
 STATUS: Final = ("status", "step")
 # The numbers of arguments that kernels have after their items: of reductions, of maps and direct products, of image
 # planes, and of packed products.
-_COUNTS: Final = (4, 7, 9, 10)
-MOST: Final = max(_COUNTS)
+COUNTS: Final = (4, 7, 9, 10)
+MOST: Final = max(COUNTS)
 
 
 def build_launches(_: None) -> str:
@@ -79,7 +79,7 @@ def build_launches(_: None) -> str:
             flagged = b.icmp_signed(">=", flag, I64(0))
             with b.if_then(flagged):
                 b.store(I64(0), at(b, frame, flag, I64))
-            for number in _COUNTS:
+            for number in COUNTS:
                 with b.if_then(b.icmp_signed("==", many, I64(number))):
                     call_address(b, function, [lower, upper, *arguments[:number]])
             with b.if_then(flagged):

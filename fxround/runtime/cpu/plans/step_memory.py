@@ -35,10 +35,11 @@ class StepMemory:
             memory = self._free[wanted].pop()
             made = self.held[memory].view(dtype).view(tuple(shape))
         else:
-            owner = torch.empty(wanted, dtype=torch.uint8)
+            # A byte for a value of none: without one, it would have no memory to tell it from others by.
+            owner = torch.empty(max(1, wanted), dtype=torch.uint8)
             memory = memory_of(owner)
             self.held[memory] = owner
-            made = owner.view(dtype).view(tuple(shape))
+            made = owner[:wanted].view(dtype).view(tuple(shape))
         self._until.pop(memory, None)
         self._taken.append(memory)
         return made
