@@ -175,7 +175,7 @@ def as_if_large(small: int = 0) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (buffers, "_WORTHWHILE", 1),
+            (buffers, "WORTHWHILE", 1),
             (row_chains, "_LEAST", 0),
             (row_chains, "_CACHE", (1, 1 << 13, 1 << 18)[small % 3]),
             (epilogues, "_STEP", (1, 1 << 10, 1 << 19)[small % 3]),
