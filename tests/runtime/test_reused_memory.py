@@ -86,6 +86,16 @@ def test_rows_without_a_key() -> None:
         assert (compiled(q, k, v, mask)[:, :, 3] == 0).all()
 
 
+def test_selections_of_constants() -> None:
+    """A constant may be what is chosen, what is chosen from, or the condition."""
+
+    def model(x: Tensor) -> Any:
+        one, two, always = torch.full_like(x, 1.0), torch.full_like(x, 2.0), torch.ones_like(x, dtype=torch.bool)
+        return torch.where(x > 0, one, two).exp(), torch.where(always, one, x * 3) + 1
+
+    _check(model, torch.randn(520, 520))
+
+
 def _convolutions() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()).eval()
@@ -140,6 +150,9 @@ _UNARY: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.amax(1, keepdim=True).expand(x.shape),
     lambda x: x - x.sum(0, keepdim=True) / 7,
     lambda x: torch.where(x > 2, torch.zeros_like(x), x),
+    lambda x: torch.where(x > 0, torch.full_like(x, 1.0), torch.full_like(x, 2.0)).exp(),
+    lambda x: torch.where(torch.ones_like(x, dtype=torch.bool), torch.full_like(x, 3.0), x * 2) + 1,
+    lambda x: torch.where(x > 0, torch.zeros_like(x), torch.where(x > 9, torch.full_like(x, 2.0), x * 3)) * x,
     lambda x: torch.where(x[:1] > 2, torch.full_like(x, 3.0), x / 3),
     lambda x: torch.cat(x.chunk(2)[::-1]),
     lambda x: x.clone()[:, torch.arange(x.shape[1])],

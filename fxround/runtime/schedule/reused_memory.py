@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -251,7 +251,7 @@ class _Planner:
         replaced = {node for node in calls if self._may_be_an_operand(node)}
         for node in calls:
             value = self.values[node]
-            if value.number is None and not (value.constant and replaced.issuperset(node.users)):
+            if value.number is None and not (value.constant and self._is_only_chosen(node, replaced)):
                 self._select(node) if node in replaced else self._call(node)
                 self._release(node)
         returned = fx.map_arg(self.run.graph.graph.output_node().args[0], self._given)
@@ -324,6 +324,10 @@ class _Planner:
         if self.values[chosen].constant is None:
             return False
         return self.values[chosen].layout[2] == self.values[node].layout[2] and self._may_write_over(node, other)
+
+    def _is_only_chosen(self, node: fx.Node, replaced: Collection[fx.Node]) -> bool:
+        """Whether a tensor of one number is just what replaced selections choose, and none is written over it."""
+        return all(user in replaced and user.all_input_nodes[1] is node for user in node.users)
 
     def _takes_a_buffer(self, value: _Value) -> bool:
         shape, stride, dtype, is_cpu, is_neg = value.layout
