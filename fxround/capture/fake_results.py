@@ -18,13 +18,17 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from fxround.capture.torch_private import known_of_symbols
 from fxround.graph.values import described, memory_of
 
 # Functions that write to no argument, and that the key of a call, which does not have all modes, is right for.
 _FUNCTIONS: Final = (F.scaled_dot_product_attention, F.linear, F.layer_norm)
+# Which implementations of attention PyTorch may choose from.
+_ATTENTIONS: Final = (
+    *(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled),
+    *(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled),
+)
 
 
 @contextlib.contextmanager
@@ -91,7 +95,7 @@ def _key(tracer: Any, node: Any, args: Any, kwargs: Any) -> Any:
     leaves, structure = pytree.tree_flatten((args, kwargs))
     if not all(isinstance(leaf, Hashable) for leaf in leaves):
         return None
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_cur_sdpa_kernel_backends()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *(enabled() for enabled in _ATTENTIONS)
     symbols = tracer.fake_mode, *known_of_symbols(tracer.shape_env)  # the mode lives as long as what is known
     return node.target, structure, modes, symbols, *map(described, leaves)
 
