@@ -8,7 +8,7 @@ functions returned, by everything that such a call depends on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
@@ -25,7 +25,7 @@ from fxround.graph.values import described, memory_of
 # Functions that write to no argument, and that the key of a call, which does not have all modes, is right for.
 _FUNCTIONS: Final = (F.scaled_dot_product_attention, F.linear, F.layer_norm)
 # Which implementations of attention PyTorch may choose from.
-_ATTENTIONS: Final = (
+_ATTENTIONS: Final[tuple[Callable[[], bool], ...]] = (
     *(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled),
     *(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.cudnn_sdp_enabled),
 )
