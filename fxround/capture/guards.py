@@ -409,9 +409,7 @@ def _key(source: Any) -> Any:
 
 def _root(source: Any) -> str:
     """Return the name of the local variable by which a value is found; "" for a global and for a flag."""
-    first = source
-    while (base := getattr(first, "base", None)) is not None:
-        first = base
+    first = _chain(source)[0]
     return str(first.local_name) if hasattr(first, "local_name") else ""
 
 

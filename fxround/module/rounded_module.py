@@ -201,10 +201,7 @@ class RoundedModule(Reaching):
 
     def run(self, entry: Entry, leaves: Sequence[Any]) -> Any:
         """Return the results of a captured graph for flat arguments; a training call advances the sample."""
-        trains = bool(entry.step) and self.training
-        if not (trains or self.advance) and self._calling.whole is None:  # as ``_drawing`` does, in fewer calls
-            return entry.run(leaves, self.rng)
-        return self._drawing(lambda rng, trains: entry.run(leaves, rng, trains), trains)
+        return self._drawing(lambda rng, trains: entry.run(leaves, rng, trains), bool(entry.step) and self.training)
 
     def _drawing(self, compute: Callable[[Tensor, bool], Any], trains: bool = False) -> Any:
         """Return ``compute(rng, trains)`` for the (seed, sample) of a call.
@@ -212,6 +209,8 @@ class RoundedModule(Reaching):
         No other call, of any thread, has the same one if it advances the sample.
         """
         whole = self._calling.whole
+        if whole is None and not (trains or self.advance):  # most calls
+            return compute(self.rng, False)
         holder, path = (self.__dict__, "") if whole is None else (whole.__dict__, self._captures.path)
         if not (trains or self.advance):
             return compute(of_submodule(holder["rng"], path), False)

@@ -42,6 +42,16 @@ SIZES: Final = (_ATEN.sym_size.int, _ATEN.sym_stride.int, _ATEN.sym_numel.defaul
 _VARYING: Final = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 
 
+def rounds_nothing(graph: fx.GraphModule, functions: Mapping[Any, Callable[..., Any]]) -> bool:
+    """Whether PyTorch's operators compute everything in a graph. functions: those of the operators of the dialect."""
+    return not any(node.op == "call_module" or node.target in functions for node in graph.graph.nodes)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return the parts of a result that is a list, or a list of the result."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of a value in a call: an argument of a step, or a part of one."""
@@ -132,9 +142,9 @@ class CallPlan:
     overwrites: bool = False
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """Return what the graph returns; None if that is not to be had by the plan.
+        """Return what the graph returns; None if the plan cannot be used.
 
-        A result of Python is not what the plan assumes, or a mode sees the calls of a plan that overwrites results.
+        Then a result of Python is not what the plan assumes, or a mode sees the calls of a plan that overwrites.
         """
         if self.overwrites and sees_calls():
             return None

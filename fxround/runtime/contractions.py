@@ -26,6 +26,7 @@ from fxround.graph.dialect.contractions import require_length
 from fxround.graph.geometry import Geometry, require_gradient, require_one_dtype, result_size
 from fxround.kernels.kinds import Contract
 from fxround.runtime.draw import Draw
+from fxround.runtime.layouts import row_major
 from fxround.runtime.memo import by_bytes
 from fxround.runtime.operands import storage_of
 
@@ -179,7 +180,7 @@ def windows_of(
     device: torch.device = CPU,
 ) -> Windows:
     """The offsets of ``counts`` windows of ``taps`` taps of a plain convolution in a padded image of this shape."""
-    dims, steps = len(shape) - 2, _row_major(shape)
+    dims, steps = len(shape) - 2, row_major(shape)
     channels = shape[1] // geometry.groups
     reach = [geometry.stride[d] * steps[d + 2] if counts[d] > 1 else 0 for d in range(dims)]
     return Windows(
@@ -189,14 +190,6 @@ def windows_of(
         _sums([offsets(taps[d], geometry.dilation[d] * steps[d + 2], device) for d in range(dims)]),
         _sums([offsets(counts[d], reach[d], device) for d in range(dims)]),
     )
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    """The steps of a row-major tensor; a tensor's own strides say nothing about dimensions of size 1."""
-    steps = [1]
-    for size in reversed(shape[1:]):
-        steps.insert(0, steps[0] * size)
-    return steps
 
 
 def _sums(tables: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fxround.errors import type_of
-from fxround.graph.dialect import Call, Fused, require_state
+from fxround.graph.dialect import Fused, Pointwise, Sum, require_state
 from fxround.kernels.kinds import in_part
 from fxround.numerics.arithmetic.randomness import Part
 
@@ -89,9 +89,9 @@ class Draw:
         return (self.seed & _WORD, self.seed >> 32, self.sample, *(n & _WORD for n in nodes))
 
 
-def key_of(call: Call[Any], rng: Tensor | None, draws: bool = True) -> Any:
+def key_of(call: Pointwise[Any] | Fused[Any] | Sum[Any], rng: Tensor | None, draws: bool = True) -> Any:
     """The random key of a kernel's call, without seed and sample if there is no state. draws: whether it is used."""
     if not draws:
         return NO_KEY
-    nodes = call.nodes if isinstance(call, Fused) else (call.node,)  # type: ignore[attr-defined]
+    nodes = call.nodes if isinstance(call, Fused) else (call.node,)
     return (Draw() if rng is None else Draw.of(rng, 0)).keys(nodes)

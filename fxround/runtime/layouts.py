@@ -1,8 +1,14 @@
-"""Layouts of operands: their strides after broadcasting, with neighbouring dimensions merged."""
+"""Layouts of operands: row-major strides, strides after broadcasting, and neighbouring dimensions merged."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The steps of a row-major tensor."""
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def collapse(shape: Sequence[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:

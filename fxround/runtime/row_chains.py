@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import fx
 
-from fxround.graph.dialect import MAPS, Call
+from fxround.graph.dialect import MAPS, Fused, Pointwise, Sum
 from fxround.kernels.kinds import Exact, Reduce
 from fxround.kernels.reductions import largest_kernel
 from fxround.numerics.formats.storage import Storage
@@ -25,13 +25,16 @@ class ChainedKernel:
     call: the call of an operator of ours; None for a maximum.
     """
 
-    call: Call[fx.Node] | None
+    call: Pointwise[fx.Node] | Fused[fx.Node] | Sum[fx.Node] | None
     operands: tuple[int, ...]
     results: tuple[int, ...]
 
     def reduction(self, storage: Storage) -> Reduce | Exact:
         """Return the kernel of a sum or a maximum over rows of elements that are stored so."""
-        return largest_kernel(storage) if self.call is None else self.call.kernel((storage,))
+        if self.call is None:
+            return largest_kernel(storage)
+        assert isinstance(self.call, Sum)
+        return self.call.kernel((storage,))
 
 
 @dataclass(frozen=True, eq=False)

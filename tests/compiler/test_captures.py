@@ -26,6 +26,12 @@ class Model(nn.Module):
         return total.t() if turned else total
 
 
+def _compiled() -> tuple[Model, Any]:
+    torch.manual_seed(0)
+    model = Model().eval()
+    return model, fxround.compile(model, "identity")
+
+
 _X: Tensor = torch.randn(6, 6)
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "other numbers": ((_X + 1,), {}),
@@ -55,9 +61,7 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 @torch.no_grad()
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_that_differ_have_their_own_graph(case: str) -> None:
-    torch.manual_seed(0)
-    model = Model().eval()
-    compiled = fxround.compile(model, "identity")
+    model, compiled = _compiled()
     args, kwargs = ARGUMENTS[case]
     expected = fxround.compile(model, "identity")(*args, **kwargs)
     usual = fxround.compile(model, "identity")(_X)
@@ -72,9 +76,7 @@ def test_arguments_that_differ_have_their_own_graph(case: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_calls_that_are_alike_is_noticed(change: str) -> None:
-    torch.manual_seed(0)
-    model = Model().eval()
-    compiled = fxround.compile(model, "identity")
+    model, compiled = _compiled()
     for _ in range(4):
         before = compiled(_X)
     CHANGES[change](model)
@@ -83,9 +85,7 @@ def test_a_change_between_calls_that_are_alike_is_noticed(change: str) -> None:
 
 
 def test_modes_and_contexts_are_noticed_between_calls_that_are_alike() -> None:
-    torch.manual_seed(0)
-    model = Model().eval()
-    compiled = fxround.compile(model, "identity")
+    model, compiled = _compiled()
     with torch.no_grad():
         for _ in range(4):
             plain = compiled(_X)

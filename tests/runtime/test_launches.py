@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -100,6 +100,10 @@ def test_launches_that_the_loop_cannot_run_are_refused() -> None:
         LaunchTable([double], [0, 1], {1: 12})
     with pytest.raises(VerificationError, match="a launch has 6 arguments; expected one of"):
         LaunchTable([replace(double, arguments=double.arguments[:6])], [0, 1], {})
+    table = LaunchTable([double], [0, 1], {})
+    table._works[0] = cast(Any, None)  # as that of a product has
+    with pytest.raises(VerificationError, match="whose results may not count"):
+        table.spread([x.data_ptr(), x.data_ptr()], Draw(), 1, 1)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from fxround.runtime.draw import Draw
 
 _LAUNCHES: Final = signature(3, 3)
 _LINE: Final = 64
+_WORD: Final = 8
 # Steps between which a signal is handled.
 _AT_ONCE: Final = 4096
 # The bytes of (seed, sample), and those of a random key before the number of a node.
@@ -35,7 +36,7 @@ _BEFORE_NODE: Final = 12
 # The bases: the frame, nothing, seed, sample, then what is outside. Memory of the call's own is behind the frame.
 _NOTHING, _SEED, _SAMPLE, _OUTSIDE = range(FRAME + 1, FRAME + 5)
 _MEMORY: Final = -1
-# No kernel has so many items.
+# More items than a kernel has.
 ALL: Final = (1 << 63) - 1
 
 
@@ -61,7 +62,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Space:
-    """An argument: the address of so many bytes that a kernel may write to while it runs."""
+    """An argument: the address of ``size`` bytes, to which a kernel may write while it runs."""
 
     size: int
 
@@ -164,13 +165,18 @@ class LaunchTable:
             self._run(begin, end, 0, plan, bases, at)
             if not self._works:
                 continue
-            status, step = (ctypes.c_int64.from_address(at + 8 * i) for i in range(len(STATUS)))
+            status, step = (ctypes.c_int64.from_address(at + _WORD * i) for i in range(len(STATUS)))
             while done := status.value:
                 self._again(done - 1, at)
                 self._run(step.value, end, done, plan, bases, at)
 
     def spread(self, outside: Sequence[int], draw: Draw, steps: int, pieces: int) -> None:
-        """Run all launches for each step; threads share ``pieces`` pieces of the steps. No launch has a ``work``."""
+        """Run all launches for each step; threads share ``pieces`` pieces of the steps.
+
+        Raises VerificationError if a product may have to be done again, for which the steps of a thread would stop.
+        """
+        if self._works:
+            raise VerificationError("threads share the steps of a product whose results may not count; expected none")
         bases = array((0, 0, draw.seed, draw.sample, *outside))
         # Memory of the thread: one call of machine code writes all of it before it reads it.
         space, grows = scratch(self._size, pieces > 1)
@@ -180,7 +186,7 @@ class LaunchTable:
     def _again(self, number: int, at: int) -> None:
         """Do a contraction again whose quick results do not count."""
         work, first, arguments = self._works[number]
-        words = (ctypes.c_int64 * arguments).from_address(at + 8 * first)
+        words = (ctypes.c_int64 * arguments).from_address(at + _WORD * first)
         *pointers, _space, key, _flag = words[1:]
         work.run(tuple(pointers), (ctypes.c_uint32 * 4).from_address(key) if key else None)
 
@@ -223,13 +229,14 @@ class _Frame:
         for number in (*self._span(launch), *numbers):
             self._put(number)
         if launch.work is not None:
-            (flag,) = (n for n, arg in zip(numbers, launch.arguments, strict=True) if isinstance(arg, Flag))
-            self.flags[first] = flag.offset // 8  # type: ignore[union-attr]
+            places = [n for n, arg in zip(numbers, launch.arguments, strict=True) if isinstance(arg, Flag)]
+            (flag,) = (place for place in places if isinstance(place, _Place))
+            self.flags[first] = flag.offset // _WORD
         return first
 
     def size(self) -> int:
         """Return the bytes of the frame. A kernel of few arguments is called with numbers after them."""
-        return _aligned(8 * (len(self._words) + MOST))
+        return _aligned(_WORD * (len(self._words) + MOST))
 
     def plan(self, kernels: Sequence[Sequence[int]]) -> list[int]:
         """Return the numbers that ``llvm.launches`` reads. kernels: ``LAUNCH`` of each launch."""
@@ -273,7 +280,7 @@ class _Frame:
         else:
             assert isinstance(argument, Flag)
             self._put(0)
-        return _Place(FRAME, 8 * index)
+        return _Place(FRAME, _WORD * index)
 
     def _put_key(self, nodes: bytes) -> None:
         """Append a random key: seed, 64 bits; sample, 32 bits, and the number of a node; those of further nodes."""

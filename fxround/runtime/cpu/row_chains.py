@@ -145,7 +145,7 @@ def _worth_it(
 def _launch(
     call: MapCall | LineCall, operands: Sequence[Address], results: Sequence[Address], key: KeyAddress, rows: int
 ) -> Launch:
-    """The launch whose steps do so many rows, a multiple of 64."""
+    """The launch each of whose steps does ``rows`` rows, a multiple of 64."""
     if isinstance(call, LineCall):
         return reduction_launch(call.reduction, operands[0], results[0], key, rows // call.lanes)
     return map_launch(call, operands, results, key, rows * math.prod(call.shape[-1:]) // BLOCK)

@@ -20,6 +20,7 @@ from torch import Tensor
 from fxround.numerics.lazy import cached_property
 from fxround.runtime.cpu.llvm.lines import MAX_DIMS
 from fxround.runtime.cpu.llvm.shards import table_of
+from fxround.runtime.layouts import row_major
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,6 @@ def _merged(dims: Iterable[Dim]) -> tuple[Dim, ...]:
         else:
             merged.append(d)
     return tuple(merged) or (Dim(1, 0, 0, 0),)
-
-
-def row_major(shape: Sequence[int]) -> list[int]:
-    """The steps of a row-major tensor."""
-    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def _apart(d: Dim) -> float:

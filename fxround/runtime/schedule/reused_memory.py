@@ -12,7 +12,8 @@ value shares, is written
 - into a buffer (``runtime.buffers``), which is released after its last use, by operators with an argument ``out``. That
   is the same kernel on the same operands; the buffer is row-major, as the result was.
 
-A ``where`` between a constant and a value that nothing reads afterwards is that value if the condition holds nowhere.
+A ``where`` that chooses a constant or a value that nothing reads afterwards returns the value itself if the condition
+is false everywhere.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from fxround.runtime.call_programs import (
     assumed,
     binding,
     expectation,
+    parts_of,
     sees_calls,
 )
-from fxround.runtime.schedule.aliasing import is_kernel, is_known, may_share
-from fxround.runtime.torch_ops import MOVEMENTS
+from fxround.runtime.layouts import row_major
+from fxround.runtime.schedule.aliasing import is_known, may_share
 
 _ATEN: Final = torch.ops.aten
 
@@ -71,11 +73,6 @@ _FILLED: Final = (_ATEN.full_like.default, _ATEN.zeros_like.default)
 # What reads the layout of its operand alone.
 _OF_LAYOUTS: Final = (*_FILLED, *SIZES)
 _DTYPES: Final = (torch.float32, torch.float64)
-
-
-def rounds_nothing(graph: fx.GraphModule) -> bool:
-    """Whether PyTorch's operators compute everything in a graph."""
-    return not any(is_kernel(node) and node.target not in MOVEMENTS for node in graph.graph.nodes)
 
 
 def reusing(graph: fx.GraphModule, inputs: Sequence[Any]) -> Computed | None:
@@ -182,7 +179,7 @@ class _Run:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._env.__getitem__)
         result = self._env[node] = target(*args, **kwargs)
         value = self.values[node] = _Value(function=binding(target, args))
-        parts = _parts(result)
+        parts = parts_of(result)
         # A tensor of another layout has no strides, and no storage of its own.
         self.is_settled &= all(x.layout == torch.strided for x in parts if isinstance(x, Tensor))
         if not self.is_settled:
@@ -212,7 +209,9 @@ class _Run:
         """Return the memory of a result: that of an operand, or its own."""
         storage = made.untyped_storage()._cdata
         for used in node.all_input_nodes:
-            for memory, operand in zip(self.values[used].memory, _parts(self._env[used]), strict=False):
+            if self.values[used].number is not None:
+                continue
+            for memory, operand in zip(self.values[used].memory, parts_of(self._env[used]), strict=True):
                 if isinstance(operand, Tensor) and operand.untyped_storage()._cdata == storage:
                     return memory
         return _Memory(self.position[node], kept=may_share(node) or not _is_whole(made))
@@ -220,10 +219,6 @@ class _Run:
 
 def _attribute(graph: fx.GraphModule, node: fx.Node) -> Any:
     return fx.graph_module._get_attr(graph, str(node.target))
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
 
 
 def _is_whole(x: Tensor) -> bool:
@@ -260,7 +255,7 @@ class _Planner:
     def _select(self, node: fx.Node) -> None:
         condition, chosen, other = node.all_input_nodes
         args = self._given(condition), self.values[chosen].constant, self._given(other)
-        self._write_over(node, other, _unless_nowhere, args, {})
+        self._write_over(node, other, _where_it_holds, args, {})
 
     def _call(self, node: fx.Node) -> None:
         value = self.values[node]
@@ -331,9 +326,8 @@ class _Planner:
 
     def _takes_a_buffer(self, value: _Value) -> bool:
         shape, stride, dtype, is_cpu, is_neg = value.layout
-        row_major = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
         is_large = math.prod(shape) * dtype.itemsize >= buffers.WORTHWHILE
-        is_plain = is_cpu and not is_neg and dtype in _DTYPES and tuple(stride) == row_major
+        is_plain = is_cpu and not is_neg and dtype in _DTYPES and list(stride) == row_major(shape)
         return is_large and is_plain and not value.memory[0].kept
 
     def _write_over(self, node: fx.Node, operand: Any, function: Any, args: Any, kwargs: Any) -> None:
@@ -349,6 +343,6 @@ class _Planner:
                 self.steps.append(PythonCall(buffers.release, (memory.buffer,), {}, ()))
 
 
-def _unless_nowhere(condition: Tensor, number: Tensor, other: Tensor) -> Tensor:
+def _where_it_holds(condition: Tensor, number: Tensor, other: Tensor) -> Tensor:
     """Return ``other`` with a number where a condition holds."""
     return torch.where(condition, number, other, out=other) if condition.any() else other

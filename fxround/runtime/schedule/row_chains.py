@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from torch import fx
 
-from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Sum, read, read_map
+from fxround.graph.dialect import FUSED, MAPS, POINTWISE, Fused, Pointwise, Sum, read, read_map
 from fxround.graph.grouping import Unit
 from fxround.graph.site import float_value
 from fxround.kernels import from_text
@@ -134,6 +134,7 @@ def _stage(node: fx.Node, place: dict[fx.Node, int]) -> ChainedKernel:
     """A node as a stage; ``place`` gives the index of each value."""
     operands = tuple(place[n] for n in _tensors(node))
     call = read(node)
+    assert call is None or isinstance(call, Pointwise | Fused | Sum)
     if not isinstance(call, Fused):
         return ChainedKernel(call, operands, (place[node],))
     taken = sorted((user.args[1], place[user]) for user in node.users)

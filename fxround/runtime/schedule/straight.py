@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 
 from fxround.graph.comparing import comparing
 from fxround.numerics.lazy import cached_property
-from fxround.runtime.call_programs import CallPlan, Computed
+from fxround.runtime.call_programs import CallPlan, Computed, rounds_nothing
 from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.plans import Plans
-from fxround.runtime.schedule.reused_memory import reusing, rounds_nothing
+from fxround.runtime.schedule.reused_memory import reusing
 from fxround.runtime.target import Target, is_forced, target_of
 from fxround.runtime.torch_ops import KERNELS
 
@@ -93,7 +93,7 @@ class Straight:
 
     @cached_property
     def _rounds_nothing(self) -> bool:
-        return self._source is not None and rounds_nothing(self._source)
+        return self._source is not None and rounds_nothing(self._source, KERNELS)
 
     def _planned(self, key: Any, target: Target, inputs: Sequence[Any]) -> Computed | bool:
         """Note a layout that is new, and plan one that was seen before, which computes what the graph returns."""

@@ -17,13 +17,13 @@ from fxround.runtime.cpu.llvm.render import splat
 HEADER: Final = ("inner", "pieces", "size", "leading")
 # Of each leading dimension, the last one first: its size, and its steps in the operand and in the indices.
 DIMENSION: Final = ("size", "step", "index_step")
-# The indices of a piece, and those that are compared at once.
+# How many indices a piece has, and how many are compared by one instruction.
 PIECE: Final = 1 << 12
 _TESTED: Final = 8
 
 
-def build_gather(bytes: int) -> str:
-    """The LLVM text of ``gather(begin, end, layout, x, index, outside, out)`` for elements of so many bytes.
+def build_gather(itemsize: int) -> str:
+    """The LLVM text of ``gather(begin, end, layout, x, index, outside, out)`` for elements of ``itemsize`` bytes.
 
     layout      HEADER, then DIMENSION for each leading dimension; steps in elements
     outside     an i32 that is set to 1 if an index is none of the operand's: the result is then not complete
@@ -32,7 +32,7 @@ def build_gather(bytes: int) -> str:
     names = ("layout", "x", "index", "outside", "out")
     b, a = define(module, "gather", [("begin", I64), ("end", I64), *((name, PTR) for name in names)])
     a = with_sizes(b, a, HEADER)
-    element = ir.IntType(8 * bytes)
+    element = ir.IntType(8 * itemsize)
     carried = Carried(b, [I64(0)] * 3)
     with count(b, a["begin"], a["end"]) as item:
         row = b.udiv(item, a["pieces"])

@@ -82,7 +82,7 @@ class ScanPlan:
         outputs = list[Any]((None,) * self.outputs)
         for i, row, dtype in self.results:
             outputs[i] = buffers.empty(row if i < self.carries else (len(states), *row), dtype)
-        for state, begun in zip(outputs[: self.carries], operands, strict=False):
+        for state, begun in zip(outputs[: self.carries], operands[: self.carries], strict=True):
             state.copy_(begun.detach())
         copies = [copy.make(operands) for copy in self.copies]
         given = iter(addresses([x for x in operands if isinstance(x, Tensor)]))

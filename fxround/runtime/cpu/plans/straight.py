@@ -27,6 +27,8 @@ from fxround.runtime.call_programs import (
     binding,
     expectation,
     number_of,
+    parts_of,
+    rounds_nothing,
     view_of,
 )
 from fxround.runtime.cpu.launches import Address, KeyAddress, Launch, LaunchTable
@@ -91,7 +93,7 @@ class StraightPlanner(Planner):
         # The homes that kernels make.
         self.makes = set[int]()
         # Nothing is rounded: PyTorch's operators compute everything, copies included.
-        self.unrounded = not any(node.op == "call_module" or node.target in functions for node in graph.graph.nodes)
+        self.unrounded = rounds_nothing(graph, functions)
         self.rng: Any = None
         self.places: dict[fx.Node, int] = {}
         self.held: list[Any] = []
@@ -138,7 +140,7 @@ class StraightPlanner(Planner):
             self.env[node] = result
             return
         self.events.append(node)
-        parts = [self._at_home(x) if isinstance(x, Tensor) else x for x in _parts(result)]
+        parts = [self._at_home(x) if isinstance(x, Tensor) else x for x in parts_of(result)]
         if any(isinstance(x, Value) and x.tensor.numel() > _ELEMENTS for x in parts):
             raise _TooLarge
         self.env[node] = parts if isinstance(result, list | tuple) else parts[0]
@@ -243,11 +245,11 @@ class StraightPlanner(Planner):
 
     def _needed(self, node: fx.Node) -> set[int]:
         """The homes that have to be tensors for Python to read a node."""
-        return {x.home for x in _parts(self.env[node]) if isinstance(x, Value)}
+        return {x.home for x in parts_of(self.env[node]) if isinstance(x, Value)}
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether a node is a view of another one, or several, that no event has made."""
-        return any(isinstance(x, Value) and x.tensor is not self.homes[x.home] for x in _parts(self.env[node]))
+        return any(isinstance(x, Value) and x.tensor is not self.homes[x.home] for x in parts_of(self.env[node]))
 
     def _segment(self, launches: Sequence[Launch], outside: set[int]) -> None:
         homes = _homes(launches)
@@ -264,7 +266,7 @@ class StraightPlanner(Planner):
     def _step(self, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._emitted)
         value = self.env[node]
-        parts = _parts(value)
+        parts = parts_of(value)
         results = tuple(self._room() for _ in parts)
         for slot, part in zip(results, parts, strict=True):
             if isinstance(part, Value):
@@ -282,7 +284,7 @@ class StraightPlanner(Planner):
             self.places[node] = self._viewed(node)
         if node in self.places:
             return Slot(self.places[node])
-        emitted = [Slot(self.slots[x.home]) if isinstance(x, Value) else x for x in _parts(self.env[node])]
+        emitted = [Slot(self.slots[x.home]) if isinstance(x, Value) else x for x in parts_of(self.env[node])]
         return emitted if isinstance(self.env[node], list) else emitted[0]
 
     def _viewed(self, node: fx.Node) -> int:
@@ -321,10 +323,6 @@ def _homes(launches: Sequence[Launch]) -> tuple[int, ...]:
 
 def _draws(launch: Launch) -> bool:
     return any(isinstance(arg, KeyAddress) and arg.draws for arg in launch.arguments)
-
-
-def _parts(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _tensors(value: Any) -> Any:
