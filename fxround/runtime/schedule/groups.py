@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from fxround.graph.grouping import Unit, in_order, merged
 from fxround.graph.site import float_value
 from fxround.graph.values import copy_node, module_of, write_code
-from fxround.runtime.schedule.plans import Plans
+from fxround.runtime.schedule.plan_cache import PlanCache
 from fxround.runtime.target import Plan, Target
 
 
@@ -42,7 +42,7 @@ class PlannedPart(Part):
         super().__init__()
         self.whole = whole
         self.spent: tuple[int, ...] = ()
-        self.plans = Plans[Plan | None]()
+        self.plans = PlanCache[Plan | None]()
 
     @abstractmethod
     def plan(self, target: Target, inputs: Sequence[Any]) -> Plan | None:

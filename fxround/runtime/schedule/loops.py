@@ -18,7 +18,7 @@ from fxround.graph.dialect import COND, SCAN, loops_of, read_loop
 from fxround.graph.values import module_of, outputs_of
 from fxround.runtime import buffers
 from fxround.runtime.schedule.groups import Part
-from fxround.runtime.schedule.plans import Plans
+from fxround.runtime.schedule.plan_cache import PlanCache
 from fxround.runtime.target import Plan
 
 
@@ -84,7 +84,7 @@ class ScanPart(RepeatedPart):
         super().__init__()
         self.body, self.carries, self.xs = body, carries, xs
         self.stacked = tuple(i for i in range(carries, len(body.own)) if i in used)
-        self.plans = Plans[Plan | None](range(carries, carries + xs))
+        self.plans = PlanCache[Plan | None](range(carries, carries + xs))
 
     def forward(self, *operands: Any) -> list[Any]:
         """Return the last carries and the stacked results; None for a result that nothing reads."""

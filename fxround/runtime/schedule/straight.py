@@ -20,7 +20,7 @@ from fxround.graph.comparing import comparing
 from fxround.numerics.lazy import cached_property
 from fxround.runtime.call_programs import CallPlan, Computed, rounds_nothing
 from fxround.runtime.operands import resolved
-from fxround.runtime.schedule.plans import Plans
+from fxround.runtime.schedule.plan_cache import PlanCache
 from fxround.runtime.schedule.reused_memory import reusing
 from fxround.runtime.target import Target, is_forced, target_of
 from fxround.runtime.torch_ops import KERNELS
@@ -51,7 +51,7 @@ class Straight:
         self.graph = graph
         self._source: fx.GraphModule | None = graph.meta.get(SOURCE)
         # None: the layout was seen, and is planned when it comes again.
-        self._plans = Plans[_Planned | None]()
+        self._plans = PlanCache[_Planned | None]()
         self._latest: _Planned | None = None
 
     def __call__(self, *inputs: Any) -> Any:

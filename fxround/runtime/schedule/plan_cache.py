@@ -15,7 +15,7 @@ _MANY: Final = 32
 _UNKNOWN: Final = object()
 
 
-class Plans(Generic[P]):
+class PlanCache(Generic[P]):
     """Plans by layouts, in the order in which they were made; those of many layouts are forgotten."""
 
     def __init__(self, lengths: range = range(0)) -> None:
