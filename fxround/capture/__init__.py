@@ -42,10 +42,14 @@ from fxround.capture.outside_reads import wrap_reads
 from fxround.capture.packed import as_tuples, packed_sequences
 from fxround.capture.processes import (
     LOCAL,
+    Placement,
     define_apart,
     finished_sums,
+    is_shared,
     note_sharing,
+    own_shape,
     part_gradients,
+    placements_of,
     require_sums_of_gradients,
 )
 from fxround.capture.refusals import (
@@ -91,6 +95,7 @@ class Captured:
     Captured with gradients it is the joint graph: (state, arguments, tangents) to (results, gradients). ``once`` says
     why its gradients cannot be differentiated again; it is empty if they can. ``numbers`` has the attributes that are
     inputs, with the dtypes that they have in the graph; ``constants`` is then the graph without these inputs.
+    ``placements`` says how processes share the results that are DTensors.
     """
 
     graph: fx.GraphModule
@@ -104,6 +109,7 @@ class Captured:
     guards: Guards = field(default_factory=Guards)
     numbers: Mapping[Number, torch.dtype] = field(default_factory=dict)
     constants: fx.GraphModule | None = field(default=None, repr=False)
+    placements: Mapping[int, Placement] = field(default_factory=dict)
 
     @property
     def entering(self) -> tuple[Port, ...]:
@@ -208,7 +214,7 @@ def _captured(
             one_differs = True
             continue
         captured = describe(traced.joint, len(traced.leaves))
-        if captured.sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
+        if captured.sizes.admit([own_shape(leaf) for leaf in pytree.tree_leaves((args, kwargs))]):
             if numbers and all(map(traced.noted.guard, numbers)):
                 other = _with_tensors(model, numbers, example, decompositions, doubled, marked)
                 captured = _with_numbers(model, captured, other, numbers) if other is not None else captured
@@ -267,7 +273,7 @@ def trace_example(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return copies of the arguments, with a batch of one duplicated if the graph of these sizes admits two."""
     examples: list[tuple[tuple[Any, ...], dict[str, Any]]] = [e for e, _ in _examples((tuple(args), dict(kwargs)))]
-    return next((e for e in examples if sizes.admit([_shape(leaf) for leaf in pytree.tree_leaves(e)])), examples[-1])
+    return next((e for e in examples if sizes.admit([own_shape(leaf) for leaf in pytree.tree_leaves(e)])), examples[-1])
 
 
 def export_program(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> Any:
@@ -380,12 +386,13 @@ def _trace(
             if made:
                 raise LeftToPython(model, [(made[1], RESULT, "")]) from None
             raise explained(model, e) from e
-    note_sharing(model, joint.graph_module)
+    leaves = pytree.tree_leaves((args, kwargs))
+    note_sharing(model, joint.graph_module, leaves)
     for part in graphs_of(joint.graph_module):
         refuse_unsupported_nodes(part)
-    part_gradients(model, joint.graph_module)
+    part_gradients(model, joint.graph_module, leaves)
     once = mark_constants(graph, joint.graph_module) if differentiable else ""
-    return _Traced(joint, pytree.tree_leaves((args, kwargs)), reads, noted, aliases, once)
+    return _Traced(joint, leaves, reads, noted, aliases, once)
 
 
 def _graph_of(
@@ -426,7 +433,7 @@ def describe(joint: Any, arguments: int) -> Captured:
     """
     graph: fx.GraphModule = joint.graph_module
     _drop_tokens(graph)
-    _drop_meshes(graph)
+    _drop_descriptions(graph)
     for part in graphs_of(graph):
         drop_aliases(part, but=CONSTANT)
     ask_arguments_for_sizes(graph)
@@ -442,7 +449,8 @@ def describe(joint: Any, arguments: int) -> Captured:
     pairs = zip(placeholders, inputs, strict=True)
     values = {port.index: node.meta.get("val") for node, port in pairs if port.kind == "argument"}
     sizes = sizes_of([values.get(i) for i in range(arguments)])
-    return Captured(_renamed(graph), inputs, outputs, joint.out_spec, sizes)
+    placements = placements_of(joint) if any(port.shared and port.kind == "result" for port in outputs) else {}
+    return Captured(_renamed(graph), inputs, outputs, joint.out_spec, sizes, placements=placements)
 
 
 def _drop_tokens(graph: fx.GraphModule) -> None:
@@ -465,16 +473,25 @@ def _drop_tokens(graph: fx.GraphModule) -> None:
         graph.graph.erase_node(node)
 
 
-def _drop_meshes(graph: fx.GraphModule) -> None:
-    """Remove the meshes of DTensors, which enter a graph and leave it with gradients: collectives name groups."""
+def _drop_descriptions(graph: fx.GraphModule) -> None:
+    """Remove what describes DTensors: their meshes and symbolic sizes, which enter a graph and leave it beside them.
+
+    Collectives name groups, and the sizes of what this process has are those of its tensors.
+    """
     output = graph.graph.output_node()
-    kept = [i for i, desc in enumerate(output.meta["desc"]) if getattr(desc, "attr", None) != _MESH]
+    kept = [i for i, desc in enumerate(output.meta["desc"]) if not _describes(desc)]
     results: Any = output.args[0]
     output.args = (tuple(results[i] for i in kept),)
     output.meta["desc"] = [output.meta["desc"][i] for i in kept]
     for node in graph.graph.find_nodes(op="placeholder"):
-        if getattr(node.meta["desc"], "attr", None) == _MESH:
+        if _describes(node.meta["desc"]):
             graph.graph.erase_node(node)
+
+
+def _describes(desc: Any) -> bool:
+    """Whether an input or output is no tensor, but describes a DTensor."""
+    sizes = ("SubclassSizeAOT", "SubclassStrideAOT")
+    return getattr(desc, "attr", None) == _MESH or type(desc).__name__.startswith(sizes)
 
 
 def _describe_constants(graph: fx.GraphModule) -> None:
@@ -525,10 +542,9 @@ def _port(desc: Any) -> Port:
 
 
 def _shared(port: Port) -> Port:
-    if port.kind not in ("parameter", "buffer", "gradient") or port.mutation:
+    if port.mutation:
         raise CaptureError(
-            f"{'result' if port.kind == 'tangent' else port.kind} {port.name or port.index} of the model is a DTensor: "
-            "return tensors of this process, by use_local_output=True in the plan (the default), or tensor.to_local()."
+            f"the model changes {port.name or f'argument {port.index}'}, a DTensor, in place: compute a new tensor"
         )
     return replace(port, shared=True)
 
@@ -548,6 +564,9 @@ def _examples(example: Any, varying: Collection[Dimension] = ()) -> Iterator[tup
     The first has the most symbolic dimensions and a batch of at least two; the last has the arguments' own sizes.
     """
     leaves, spec = pytree.tree_flatten(example)
+    if any(map(is_shared, leaves)):  # the sizes of parts, and those of the whole, would be two symbols
+        yield pytree.tree_unflatten([_copied(leaf, False, i, ()) for i, leaf in enumerate(leaves)], spec), False
+        return
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     twice = {leaf.shape[0] for leaf in tensors.values()} == {1}
     batches = frozenset((i, 0) for i in tensors)
@@ -570,16 +589,14 @@ def _copied(leaf: Any, doubled: bool, position: int, symbolic: Collection[Dimens
     copy = leaf.detach().clone()
     copy = torch.cat([copy, copy]) if doubled and copy.dim() else copy
     copy.requires_grad_(leaf.requires_grad)
+    if is_shared(leaf):
+        return copy
     # Attributes of its own, which the model may read.
     vars(copy).update({name: value for name, value in vars(leaf).items() if not name.startswith("_dynamo")})
     for dimension in range(copy.dim()):
         if (position, dimension) in symbolic and copy.shape[dimension] > 1:
             torch._dynamo.maybe_mark_dynamic(copy, dimension)
     return copy
-
-
-def _shape(leaf: Any) -> tuple[int, ...] | None:
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 
 def _is_whole(node: Any) -> bool:

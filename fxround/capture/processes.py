@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
@@ -143,6 +144,70 @@ def uneven_share(x: Any, dim: int) -> Share | None:
     return share_of(size, mesh.size(), mesh.get_local_rank()) if size % mesh.size() else None
 
 
+def require_known_placement(name: str, tensor: Any, mesh: Any) -> None:
+    """Raise CaptureError for a DTensor argument that processes share in a way that fxround does not know.
+
+    mesh: that of the model's parameters; None for a model of one process.
+    """
+    if mesh is None:
+        raise CaptureError(
+            f"{name} is a DTensor, and no parameter of the model is one: pass tensor.to_local() or tensor.full_tensor()"
+        )
+    if tensor.device_mesh != mesh:
+        raise CaptureError(f"{name} is a DTensor on {tensor.device_mesh}, the parameters on {mesh}: redistribute it")
+    (placement,) = tensor.placements
+    if not (placement.is_replicate() or _is_plain_shard(placement)):
+        raise CaptureError(
+            f"{name} is a DTensor with the placement {placement}; expected Shard or Replicate: call redistribute first"
+        )
+
+
+def own_shape(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of what this process has of a tensor; None for any other value."""
+    own = getattr(value, LOCAL) if is_shared(value) else value
+    return tuple(own.shape) if isinstance(own, Tensor) else None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How processes share a result of the model that is a DTensor.
+
+    dim: the dimension of which each process has a part; None: each has all of it. whole: the number of elements of a
+    dimension that they cannot share evenly; None if they can.
+    """
+
+    dim: int | None
+    whole: int | None = None
+
+    def of(self, own: Tensor, mesh: Any) -> Any:
+        """Return the DTensor of which this process has a part, through which gradients flow."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        if self.dim is None:
+            return DTensor.from_local(own, mesh, [Replicate()], run_check=False)
+        if self.whole is None:
+            return DTensor.from_local(own, mesh, [Shard(self.dim)], run_check=False)
+        shape = torch.Size((*own.shape[: self.dim], self.whole, *own.shape[self.dim + 1 :]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(own, mesh, [Shard(self.dim)], run_check=False, shape=shape, stride=stride)
+
+
+def placements_of(joint: Any) -> dict[int, Placement]:
+    """Return how processes share the results of AOTAutograd's graph that are DTensors, by their positions."""
+    metadata = joint._aot_state.fw_metadata
+    results = metadata.subclass_fw_graph_out_meta[metadata.num_mutated_inp_runtime_indices :]
+    made = {i: m.original_subclass for i, m in enumerate(results) if is_shared(getattr(m, "original_subclass", None))}
+    return {i: _placement_of(tensor) for i, tensor in made.items()}
+
+
+def _placement_of(tensor: Any) -> Placement:
+    (placement,) = tensor.placements
+    if placement.is_replicate():
+        return Placement(None)
+    dim = placement.dim % tensor.dim()
+    return Placement(dim, int(tensor.shape[dim]) if uneven_share(tensor, dim) else None)
+
+
 def _is_plain_shard(placement: Any) -> bool:
     """Whether process r holds part r of a dimension, all elements of it side by side."""
     # _StridedShard, which some versions derive from Shard, holds elements of several places.
@@ -226,10 +291,11 @@ def _noted(module: Any) -> Callable[..., Any]:
     return redistribute
 
 
-def note_sharing(model: nn.Module, graph: fx.GraphModule) -> None:
+def note_sharing(model: nn.Module, graph: fx.GraphModule, leaves: Sequence[Any]) -> None:
     """Note at the nodes of AOTAutograd's graph which part of their values this process has (``site.SHARING``).
 
-    Parameters and buffers are shared as the model says, and what DTensor moves as the trace has noted it.
+    Parameters and buffers are shared as the model says, arguments as ``leaves`` are, and what DTensor moves as the
+    trace has noted it.
     """
     mesh = mesh_of(model)
     if mesh is None:
@@ -237,11 +303,9 @@ def note_sharing(model: nn.Module, graph: fx.GraphModule) -> None:
     processes, rank = mesh.size(), mesh.get_local_rank()
     for node in graph.graph.find_nodes(op="placeholder"):
         desc = node.meta.get("desc")
-        base: Any = getattr(desc, "base", None)
-        if type(base).__name__ not in ("ParamAOTInput", "BufferAOTInput"):
-            continue
-        owner, _, name = base.target.rpartition(".")
-        node.meta[SHARING] = _sharing_of(getattr(model.get_submodule(owner), name))
+        shared = _origin(getattr(desc, "base", None), model, leaves)
+        if shared is not None:
+            node.meta[SHARING] = _sharing_of(shared)
     for part in graphs_of(graph):
         for node in part.graph.find_nodes(op="call_function", target=_SHARED):
             source, dim, size, uneven = node.args
@@ -251,11 +315,22 @@ def note_sharing(model: nn.Module, graph: fx.GraphModule) -> None:
         part.recompile()
 
 
-def _sharing_of(parameter: Any) -> Sharing:
-    """Return how processes share a parameter."""
-    mesh, placement = parameter.device_mesh, parameter.placements[0]
+def _origin(desc: Any, model: nn.Module, leaves: Sequence[Any]) -> Any:
+    """Return the parameter, buffer or argument that AOTAutograd describes; None for any other input."""
+    kind = type(desc).__name__
+    if kind == "PlainAOTInput":
+        return leaves[desc.idx]
+    if kind not in ("ParamAOTInput", "BufferAOTInput"):
+        return None
+    owner, _, name = desc.target.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def _sharing_of(shared: Any) -> Sharing:
+    """Return how processes share a DTensor."""
+    mesh, placement = shared.device_mesh, shared.placements[0]
     dim = None if placement.is_replicate() else placement.dim
-    uneven = None if dim is None else uneven_share(parameter, dim)
+    uneven = None if dim is None else uneven_share(shared, dim)
     return Sharing(dim, mesh.size(), mesh.get_local_rank(), None, uneven)
 
 
@@ -306,10 +381,11 @@ def define_apart(
         part.recompile()
 
 
-def part_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
-    """Give each process the part of a gradient that belongs to its part of a parameter, in a joint graph.
+def part_gradients(model: nn.Module, graph: fx.GraphModule, leaves: Sequence[Any]) -> None:
+    """Give each process the part of a gradient that belongs to its part of a parameter or argument, in a joint graph.
 
-    DTensor may compute all of it in every process. Raises CaptureError for a gradient in other parts.
+    DTensor may compute all of it in every process. leaves: the arguments. Raises CaptureError for a gradient in other
+    parts.
     """
     shared = mesh_of(model)
     if shared is None or shared.size() == 1:
@@ -317,25 +393,26 @@ def part_gradients(model: nn.Module, graph: fx.GraphModule) -> None:
     output = graph.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     for i, (node, desc) in enumerate(zip(results, output.meta["desc"], strict=True)):
-        name = getattr(getattr(getattr(desc, "base", None), "grad_of", None), "target", "")
-        parameter: Any = model.get_parameter(name) if name and desc.attr == LOCAL else None
-        if parameter is None or not isinstance(node, fx.Node):
+        source = getattr(getattr(desc, "base", None), "grad_of", None)
+        origin = _origin(source, model, leaves) if getattr(desc, "attr", "") == LOCAL else None
+        if origin is None or not isinstance(node, fx.Node):
             continue
-        shape, own = tuple(node.meta["val"].shape), tuple(parameter._local_tensor.shape)
+        name = getattr(source, "target", None) or f"argument {source.idx}"  # type: ignore[union-attr]
+        shape, own = tuple(node.meta["val"].shape), tuple(origin._local_tensor.shape)
         # What one process has may be all of it, if the others have nothing.
-        is_whole = is_part(parameter) and shape == tuple(parameter.shape)
+        is_whole = is_part(origin) and shape == tuple(origin.shape)
         if shape == own and not is_whole:
             continue
         if not is_whole:
             raise CaptureError(
-                f"the gradient of {name} is in parts of shape {shape}, and the parameter in parts of shape {own} "
-                f"({parameter.placements[0]}): let the plan share what the layer reads as it shares its weight"
+                f"the gradient of {name} is in parts of shape {shape}, and {name} in parts of shape {own} "
+                f"({origin.placements[0]}): let the plan share what the layer reads as it shares its weight"
             )
-        dim, mesh = parameter.placements[0].dim, parameter.device_mesh
+        dim, mesh = origin.placements[0].dim, origin.device_mesh
         begin = share_of(shape[dim], mesh.size(), mesh.get_local_rank()).first
         with graph.graph.inserting_before(output):
             part = graph.graph.call_function(_ATEN.slice.Tensor, (node, dim, begin, begin + own[dim]))
-        part.meta = {**node.meta, SHARING: _sharing_of(parameter)}
+        part.meta = {**node.meta, SHARING: _sharing_of(origin)}
         evaluate(graph, part)
         results[i] = part
     output.args = (tuple(results),)

@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 
 from fxround.capture.fully_sharded import is_hooked
 from fxround.capture.guards import spelled
-from fxround.capture.processes import is_shared, mesh_of
+from fxround.capture.processes import LOCAL, is_shared, mesh_of, require_known_placement
 from fxround.capture.transforms import TANGENTS_REFUSED, TRANSFORMED
 from fxround.errors import CaptureError
 from fxround.graph.dtypes import DEVICES, FORMAT_OF
@@ -45,10 +45,6 @@ UNSHARDED: Final = (
     "for the module, then fxround.compile; or use DistributedDataParallel(fxround.compile(module)); or gather what is "
     "sharded (get_model_state_dict of torch.distributed.checkpoint.state_dict with full_state_dict=True), and compile "
     "an unsharded module that has loaded it."
-)
-_LOCAL_ARGUMENTS: Final = (
-    "A compiled module takes the tensors of its process: pass tensor.to_local(), and let the plan say what it is "
-    "(input_layouts of ColwiseParallel, RowwiseParallel and PrepareModuleInput)."
 )
 _WRAPS: Final = (
     "wraps other tensors, as torchao's quantized weights do; fxround rounds plain tensors. Compile the model before "
@@ -78,13 +74,13 @@ def refuse_unsupported_tensors(model: torch.nn.Module, args: Sequence[Any], kwar
     for name, module in model.named_modules():
         if distributed := distribution_of(module):
             raise CaptureError(f"{f'the module {name}' if name else 'the model'} is {distributed}. {UNSHARDED}")
-    mesh_of(model)  # raises for what several processes cannot share
+    mesh = mesh_of(model)
     leaves = [(f"argument {i}", leaf) for i, leaf in enumerate(pytree.tree_leaves((args, kwargs)))]
     for name, leaf in leaves:
         if is_shared(leaf):
-            raise CaptureError(f"{name} is a DTensor. {_LOCAL_ARGUMENTS}")
-        if type(leaf).__name__ == "AsyncCollectiveTensor":
-            raise CaptureError(f"{name} is the result of a collective that may not have ended: pass tensor.clone()")
+            require_known_placement(name, leaf, mesh)
+        if type(getattr(leaf, LOCAL, leaf)).__name__ == "AsyncCollectiveTensor":
+            raise CaptureError(f"{name} is the result of a collective that may not have ended: pass a clone()")
     for name, tensor in [*model.named_parameters(), *model.named_buffers(), *leaves]:
         if not isinstance(tensor, torch.Tensor):
             continue

@@ -106,14 +106,20 @@ def ask_arguments_for_sizes(graph: fx.GraphModule) -> None:
             _ask_elsewhere(graph, node, [node.meta["val"]], earlier)
             continue
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
-            if type(node.meta["desc"]).__name__ != "TangentAOTInput":
+            if not _is_tangent(node):
                 for dim, size in enumerate(node.meta["val"].shape):
                     known.setdefault(str(size), (node, dim))
         elif node.target in (aten.sym_size.int, aten.sym_numel.default) and node.args[0].op == "placeholder":
             shape = node.args[0].meta["val"].shape
             sizes = [shape[node.args[1]]] if node.target is aten.sym_size.int else list(shape)
-            if type(node.args[0].meta["desc"]).__name__ == "TangentAOTInput":
+            if _is_tangent(node.args[0]):
                 _ask_elsewhere(graph, node, sizes, known)
+
+
+def _is_tangent(node: Any) -> bool:
+    """Whether an input is the gradient of a result, or what this process has of one."""
+    desc = node.meta["desc"]
+    return "TangentAOTInput" in (type(desc).__name__, type(getattr(desc, "base", None)).__name__)
 
 
 def _ask_elsewhere(

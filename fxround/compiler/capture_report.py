@@ -14,10 +14,11 @@ from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
 from fxround.capture import Captured
 from fxround.capture.dynamo import ADVICE, GRAPHS
+from fxround.capture.processes import own_shape
 from fxround.compiler.signature import PackedKind
 from fxround.errors import CaptureError
 from fxround.views.table import Table
@@ -106,7 +107,7 @@ class KeyedCall:
             names = tuple(_name(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0])
         except ValueError:  # a library's type of argument without names for its parts
             names = tuple(f"tensor or value {i}" for i in range(len(leaves)))
-        shapes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        shapes = tuple(map(own_shape, leaves))
         return cls(names, shapes, key, args, kwargs)
 
 
@@ -201,8 +202,11 @@ def _kind(kind: Any, placed: bool = False) -> str:
     if kind is None:
         return "missing"
     if isinstance(kind[0], torch.dtype):
-        dtype, rank, gradient, device = kind
+        dtype, rank, gradient, device, *shared = kind
         told = f"{' that wants a gradient' if gradient else ''}{f' on {device}' if placed else ''}"
+        if shared:
+            shape, placements, _ = shared
+            return f"{str(dtype)[6:]} of shape {shape}, a DTensor with the placements {placements}{told}"
         return f"{str(dtype)[6:]} of {rank} dimensions{told}"
     cls, *values = kind
     value = values[0] if values else ""

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from fxround.capture import Captured, Dimension
 from fxround.capture.fully_sharded import modules_of, whole_parameters
 from fxround.capture.numbers import Number, is_held, number_of
-from fxround.capture.processes import mesh_of
+from fxround.capture.processes import mesh_of, own_shape
 from fxround.capture.recorded_outputs import record_outputs
 from fxround.capture.refusals import LeftToPython, refuse_unsupported_tensors
 from fxround.capture.torch_private import capturing
@@ -216,7 +216,7 @@ class Captures:
         opaque = [(type(leaf).__name__, "argument", "") for leaf in leaves if is_opaque(leaf)]
         if opaque:
             raise LeftToPython(self.source, opaque, reads=True)
-        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        shapes = [own_shape(leaf) for leaf in leaves]
         return (*self.key(args, kwargs, flat), torch.is_grad_enabled()), shapes
 
     def _admitting(
@@ -248,7 +248,7 @@ class Captures:
             raise CaptureError(
                 f"fully_shard was called for {type(self.source).__name__} after fxround.compile: call it before"
             )
-        shapes = KeyedCall.of(args, kwargs, key).shapes
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return self._together(pipeline, lambda: self._made_here(pipeline, args, kwargs, key, constants), shapes)
 
     def _together(self, pipeline: Pipeline, make: Callable[[], Entry], shapes: Sequence[Any] = ()) -> Entry:

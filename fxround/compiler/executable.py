@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from fxround.capture import Captured
 from fxround.capture.aliases import Alias
 from fxround.capture.numbers import as_operand
-from fxround.capture.processes import local
+from fxround.capture.processes import local, own_shape
 from fxround.compiler.agreement import Partners
 from fxround.compiler.averages import Call
 from fxround.compiler.delayed_state import DelayedState
@@ -157,7 +157,7 @@ class Entry:
         if not isinstance(given, Mapping) or not wanted.keys() <= given.keys():
             has = f"{type_of(given)}" if not isinstance(given, Mapping) else f"a dict with {list(given) or 'nothing'}"
             raise TypeError(f"tangents is {has}; expected a dict with the gradients of the results {list(wanted)}")
-        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        shapes = list(map(own_shape, leaves))
         for index, like in wanted.items():
             one, asked = given[index], self.captured.sizes.measured(like.shape, shapes)
             if not isinstance(one, Tensor):
@@ -182,6 +182,9 @@ class Entry:
         if self._returns_one:
             return outputs[0]
         results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
+        for position, placement in self.captured.placements.items():
+            assert self.partners is not None
+            results[position] = placement.of(results[position], self.partners.mesh)
         if leaves is not None and self.captured.aliases:
             results = self.with_aliases(results, leaves)
         return pytree.tree_unflatten(results, self.captured.out_spec)
@@ -193,7 +196,7 @@ class Entry:
 
         Raises FxroundError for one with a gradient that no policy rounds.
         """
-        shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        shapes = list(map(own_shape, leaves))
         aliases, made = self.captured.aliases, list(results)
 
         def base(alias: Alias) -> Tensor:
@@ -236,7 +239,7 @@ class Entry:
     def _returns_one(self) -> bool:
         """Whether the graph has one result, and the model returns it as it is."""
         one = len(self.captured.results) == 1 and self.captured.out_spec == _ONE
-        return one and not (self._changed or self.captured.aliases)
+        return one and not (self._changed or self.captured.aliases or self.captured.placements)
 
     def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """Return state and arguments as they enter the graph, without negative bits."""

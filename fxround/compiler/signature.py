@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fxround.capture.processes import mesh_of
+from fxround.capture.processes import is_shared, mesh_of
 from fxround.capture.torch_private import is_of_dynamo
 from fxround.errors import CaptureError, shown, type_of
 from fxround.graph.values import instances_in
@@ -186,15 +186,22 @@ _LASTING: Final = (
 def kind(leaf: Any) -> Any:
     """Return the part of a leaf that the graph depends on: a tensor's dtype and rank, anything else itself.
 
-    A float is represented by its digits, because 0.0 == -0.0 and no NaN equals itself.
+    Of a DTensor that is also its shape, and how processes share it. A float is represented by its digits, because
+    0.0 == -0.0 and no NaN equals itself.
     """
+    if is_shared(leaf):
+        return *_kind_of(leaf), tuple(leaf.shape), leaf.placements, leaf.device_mesh
     if isinstance(leaf, Tensor):
-        return leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device
+        return _kind_of(leaf)
     if isinstance(leaf, float):
         return type(leaf), leaf.hex()
     if isinstance(leaf, slice):  # has no hash before Python 3.12
         return type(leaf), leaf.start, leaf.stop, leaf.step
     return type(leaf), leaf
+
+
+def _kind_of(tensor: Any) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.dim(), tensor.requires_grad, tensor.device
 
 
 def packed_kinds(values: Iterable[Any]) -> tuple[PackedKind, ...]:

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fxround.capture.processes import is_shared
+
 Floats = NDArray[np.float64]
 # Elements per step: the temporaries of an update fit in the cache, and are small compared with the values.
 CHUNK: Final = 1 << 15
@@ -24,7 +26,15 @@ NEVER: Final = -1
 
 
 def as_array(value: Tensor) -> NDArray[Any]:
-    """Return the flat values, without rounding: float64 for float64 tensors, float32 for narrower ones."""
+    """Return the flat values, without rounding: float64 for float64 tensors, float32 for narrower ones.
+
+    Raises TypeError for a DTensor.
+    """
+    if is_shared(value):
+        raise TypeError(
+            "a result of the model is a DTensor; expected tensors of this process: use_local_output=True in the plan "
+            "(the default), or return its full_tensor()"
+        )
     carrier = torch.float64 if value.dtype == torch.float64 else torch.float32
     array: NDArray[Any] = value.detach().to("cpu", carrier).reshape(-1).numpy()
     return array

@@ -31,7 +31,14 @@ if torch.__version__ < agreement.SINCE:
 
 from parallel_models import MLP, batch_of, model_of, results, resumed, trained  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import (  # noqa: E402
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (  # noqa: E402
     ColwiseParallel,
     PrepareModuleInput,
@@ -81,6 +88,7 @@ CASES = {
     "vocabulary": ("reproducible_sharded",),
     "uneven": ("reproducible_sharded", "up_down"),
     "maxima": ("reproducible_sharded",),
+    "placed": ("reproducible_sharded", "stochastic"),
 }
 
 
@@ -337,17 +345,56 @@ def test_a_part_of_another_size_is_not_read(group: Callable[..., DeviceMesh]) ->
         prepared(model, torch.ones(3, 4))
 
 
-def test_dtensors_at_the_borders_of_the_model_are_refused(group: Callable[..., DeviceMesh]) -> None:
+def test_results_are_placed_as_in_pytorch(group: Callable[..., DeviceMesh]) -> None:
+    """One graph is for all batches; a DTensor of other sizes, or shared in another way, has another graph."""
     mesh = group(2)
-    shared = parallelize_module(nn.Linear(4, 8), mesh, ColwiseParallel(use_local_output=False))
-    with pytest.raises(CaptureError, match=r"result 0 of the model is a DTensor: .*use_local_output=True"):
-        prepared(shared, torch.ones(3, 4))
-    with pytest.raises(CaptureError, match=r"argument 0 is a DTensor\. .*tensor\.to_local\(\)"):
-        prepared(shared, distribute_tensor(torch.ones(3, 4), mesh, [Replicate()]))
+    model = parallelize_module(nn.Linear(4, 8), mesh, ColwiseParallel(use_local_output=False))
+    compiled = prepared(model, torch.ones(3, 4))
+    for batch in (3, 5):
+        y = compiled(torch.ones(batch, 4))
+        assert isinstance(y, DTensor)
+        assert (y.shape, y.placements, y.stride()) == ((batch, 8), (Shard(1),), (8, 1))
+    assert len(compiled.captures().rows) == 1
+    whole = distribute_module(nn.Linear(4, 8), mesh)
+    compiled = fxround.compile(whole.eval().requires_grad_(False), "reproducible_sharded")
+    for rows, placement in ((3, Replicate()), (6, Shard(0)), (7, Shard(0)), (6, Replicate())):
+        x = distribute_tensor(torch.ones(rows, 4), mesh, [placement], src_data_rank=None)
+        y, stock = compiled(x), whole(x)
+        assert (y.shape, y.placements, y.stride()) == (stock.shape, stock.placements, stock.stride())
+        assert y.to_local().shape == stock.to_local().shape
+
+
+def test_dtensors_that_cannot_enter_are_refused(group: Callable[..., DeviceMesh]) -> None:
+    mesh = group(2)
+    model = distribute_module(nn.Linear(4, 8), mesh).requires_grad_(False)
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()], src_data_rank=None)
+    compiled = prepared(model, x)
+    unfinished = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()], run_check=False)
+    with pytest.raises(
+        CaptureError, match=r"argument 0 is a DTensor with the placement P.*expected Shard or Replicate"
+    ):
+        compiled(unfinished)
+    with pytest.raises(CaptureError, match=r"argument 0 is a DTensor on .*, the parameters on "):
+        compiled(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 1)), [Replicate()] * 2))
+    with pytest.raises(CaptureError, match="argument 0 is a DTensor, and no parameter of the model is one"):
+        prepared(nn.Flatten(), x)
+    with pytest.raises(CaptureError, match=r"the model changes argument 0, a DTensor, in place"):
+        prepared(_InPlace(model), x)
+    with pytest.raises(CaptureError, match=r"gradient of weight is in parts of shape \(8, 2\), and weight in parts of"):
+        prepared(model.requires_grad_(), distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)], src_data_rank=None))
     square, layer = init_device_mesh("cpu", (2, 1)), nn.Linear(4, 8)
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), square, [Shard(0), Replicate()]))
     with pytest.raises(CaptureError, match="weight is a DTensor on a mesh of 2 dimensions"):
         prepared(layer, torch.ones(3, 4))
+
+
+class _InPlace(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x.add_(1))
 
 
 def test_sequences_that_processes_cannot_share_evenly_are_refused(group: Callable[..., DeviceMesh]) -> None:

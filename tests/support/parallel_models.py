@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -183,6 +183,26 @@ class Maxima(Vocabulary):
         return super().of(logits, labels) + (logits.amax(-1) * logits.amin(-1)).sum()
 
 
+class Placed(nn.Module):
+    """Of a DTensor with some positions in each process, a DTensor with some of 7 classes: no equal parts."""
+
+    plan: ClassVar = {
+        "norm": SequenceParallel,
+        "mlp": lambda: PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "mlp.up": ColwiseParallel,
+        "mlp.down": lambda: RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "head": lambda: ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+
+    def __init__(self, processes: int = 1) -> None:
+        del processes
+        super().__init__()
+        self.norm, self.mlp, self.head = nn.LayerNorm(24), MLP(), nn.Linear(10, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mlp(self.norm(x)))
+
+
 MODELS: dict[str, Any] = {
     "MLP": MLP,
     "MLP of bfloat16": MLP,
@@ -191,6 +211,7 @@ MODELS: dict[str, Any] = {
     "vocabulary": Vocabulary,
     "uneven": Uneven,
     "maxima": Maxima,
+    "placed": Placed,
 }
 
 
@@ -212,11 +233,21 @@ def model_of(name: str, mesh: DeviceMesh | None = None) -> nn.Module:
 
 def batch_of(name: str) -> Tensor:
     g = torch.Generator().manual_seed(4)
+    if name == "placed":
+        return torch.randn(2, 8, 24, generator=g)
     return (
         torch.randn(5, 24, generator=g).to(dtype_of(name))
         if name.startswith("MLP")
         else torch.randint(20, (2, 8), generator=g)
     )
+
+
+def _passed(name: str, compiled: nn.Module) -> Tensor:
+    """The arguments of a model, as it takes them: of "placed", what each process has of them."""
+    parameter = next(compiled.parameters())
+    if name != "placed" or not isinstance(parameter, DTensor):
+        return batch_of(name)
+    return distribute_tensor(batch_of(name), parameter.device_mesh, [Shard(1)], src_data_rank=None)
 
 
 def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
@@ -225,18 +256,18 @@ def results(name: str, compiled: nn.Module) -> dict[str, Tensor]:
     for mode in ("train", "eval") if name == "MLP" else ("train",):
         compiled.train(mode == "train")
         compiled.zero_grad()
-        x = batch_of(name)
+        x = _passed(name, compiled)
         x = x.requires_grad_() if x.is_floating_point() else x
         y = compiled(x)
         with loss_parallel():  # stock PyTorch's loss of shared logits has its gradient here alone
-            y.square().sum().backward()
+            (whole(y) if name == "placed" else y).square().sum().backward()
         found[f"{mode} result"] = whole(y.detach())
         named = [*compiled.named_parameters(), *([("x", x)] if x.is_floating_point() else [])]
         found |= {f"{mode} {path}": whole(p.grad) for path, p in named}
     if name in ("vocabulary", "uneven", "maxima"):
         return found
     with torch.no_grad():
-        found["no gradients"] = whole(compiled(batch_of(name)[:1]))
+        found["no gradients"] = whole(compiled(_passed(name, compiled)[:1]))
     return found
 
 
