@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import fxround
 from fxround.runtime import buffers
+from fxround.runtime.cpu import row_chains as cpu_chains
+from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.schedule import row_chains
 from fxround.runtime.schedule.row_chains import RowsPart
 
@@ -48,6 +50,9 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "log_softmax": (nn.LogSoftmax(-1), (2200, 250)),
     "temperature": (Tempered(), (2200, 250)),
     "two statistics": (Applied(normalized), (4300, 130)),
+    "softmax of blocks": (nn.Softmax(-1), (3, 5, 160, 256)),
+    "temperature of blocks": (Tempered(), (2200, 256)),
+    "two statistics of blocks": (Applied(normalized), (4300, 128)),
 }
 
 
@@ -68,6 +73,50 @@ def test_the_bits_are_those_of_one_kernel_after_the_other(name: str, policy: str
             assert torch.equal(compiled(x), plain)
     torch.set_num_threads(threads)
     assert chains(compiled) and all(plan is not None for chain in chains(compiled) for plan in chain.plans.values())
+
+
+class Tables(nn.Module):
+    """Rows with vectors of all rows, numbers of each row that a caller gives, and numbers that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.randn(192)), nn.Parameter(torch.randn(192))
+
+    def forward(self, x: Tensor, y: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        mean = (x * number).mean(-1, keepdim=True)
+        centred = (x - mean) * self.gain
+        largest = centred.amax(-1, keepdim=True)
+        return torch.exp(centred - largest) + y * self.shift, mean, largest * 0.75
+
+
+@pytest.mark.part(5)
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("policy", ["stochastic", "reproducible", "up_down"])
+def test_one_kernel_walks_rows_of_blocks_with_the_bits_of_all(
+    isa: str, policy: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an operand may be apart, as those of a slice are, or the same for all."""
+    monkeypatch.setattr(cpu_chains, "_one_after_the_other", None)
+    generator = torch.Generator().manual_seed(7)
+    x, y, number = (torch.randn(*shape, generator=generator) for shape in ((2, 517, 200), (1, 192), (2, 517, 1)))
+    x[0, 3, 5], x[0, 4, 7], x[1, 2], y[0, 9] = torch.nan, torch.inf, -0.0, 0.0
+    model = Tables().to(dtype).eval()
+    inputs = x.to(dtype)[:, :, 8:], y.to(dtype), number.to(dtype)
+    compiled = fxround.compile(model, policy, seed=9)
+    threads = torch.get_num_threads()
+    with torch.no_grad(), fxround.instruction_set(isa):
+        plain = fxround.compile(model, policy, seed=9, fuse=False)
+        plain(*inputs)
+        entry = plain._called()
+        want = entry.lowered(*entry._inputs(list(inputs)), plain.rng)
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for value, other in zip(compiled(*inputs), want, strict=True):
+                assert torch.equal(value.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    torch.set_num_threads(threads)
+    plans = [plan for chain in chains(compiled) for plan in chain.plans.values()]
+    assert plans and all(plan is not None for plan in plans)
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 64), torch.randn(192, 700).t(), torch.zeros(0, 192), torch.ones(1, 192)])

@@ -94,7 +94,7 @@ class Launch:
 
     function: Any
     items: int
-    arguments: tuple[int | Address | Read | tuple[int | Address, ...] | Space | KeyAddress | Flag, ...]
+    arguments: tuple[int | Address | Read | tuple[int | Address | KeyAddress, ...] | Space | KeyAddress | Flag, ...]
     held: tuple[Any, ...]
     work: Work | None = None
     share: int | None = None
@@ -141,7 +141,9 @@ class LaunchTable:
         ]
         self._plan = array(frame.plan(kernels))
         self._at = ctypes.addressof(self._plan)
-        keys = [arg.words for launch in launches for arg in launch.arguments if isinstance(arg, KeyAddress)]
+        arguments = [arg for launch in launches for arg in launch.arguments]
+        several = [part for arg in arguments if isinstance(arg, tuple) for part in arg]
+        keys = [arg.words for arg in (*arguments, *several) if isinstance(arg, KeyAddress)]
         self._held = *((launch.function, launch.held) for launch in launches), keys
         # By the number of a launch: the contraction that may be done again, and where its arguments are in the frame.
         self._works = {
@@ -271,9 +273,10 @@ class _Frame:
             return _Place(_MEMORY, self.memory)
         if isinstance(argument, KeyAddress) and not argument.draws:
             return ctypes.addressof(argument.words)
+        numbers = [self._number(part) for part in argument] if isinstance(argument, tuple) else []
         index = len(self._words)
         if isinstance(argument, tuple):
-            for number in [self._number(part) for part in argument]:
+            for number in numbers:
                 self._put(number)
         elif isinstance(argument, KeyAddress):
             self._put_key(bytes(argument.words)[_BEFORE_NODE:] + bytes(8))

@@ -1,14 +1,16 @@
-"""Chains over rows of CPU tensors: every kernel of a chain runs for one range of rows, then for the next one.
+"""Chains over rows of CPU tensors: one kernel does all stages for one row after the other, or each stage has its own.
 
-A chain is a list of launches whose steps are ranges of rows (``cpu.launches``). A kernel is passed the address of
-element 0 of each tensor. For a buffer whose first row is row r, this address is that of the buffer less r rows, so a
-kernel of a chain must touch no row outside of its range. A range begins at a multiple of 64 rows, so that no block of
-random bits is cut. A result may take the memory of an input that nothing else reaches, if no later kernel reads that
-input: a map reads an element before it writes it.
+Where rows are whole blocks of elements, a chain is one kernel (``llvm.row_chain``). Elsewhere every kernel of the chain
+runs for one range of rows, then for the next one: a list of launches whose steps are ranges of rows (``cpu.launches``).
+A kernel is passed the address of element 0 of each tensor. For a buffer whose first row is row r, this address is that
+of the buffer less r rows, so a kernel of a chain must touch no row outside of its range. A range begins at a multiple
+of 64 rows, so that no block of random bits is cut. A result may take the memory of an input that nothing else reaches,
+if no later kernel reads that input: a map reads an element before it writes it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +21,18 @@ from torch import Tensor
 
 from fxround.graph.dialect import ProgramCall
 from fxround.graph.dtypes import STORAGES, dtype_of
-from fxround.kernels.kinds import Exact, Reduce
+from fxround.kernels.kinds import Map, Reduce
 from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.runtime import buffers
-from fxround.runtime.cpu.launches import Address, KeyAddress, Launch, LaunchTable, map_launch, reduction_launch
-from fxround.runtime.cpu.pointwise import MapCall, addresses
+from fxround.runtime.cpu.code import current_machine, native, signature
+from fxround.runtime.cpu.launches import Address, KeyAddress, Launch, LaunchTable, Space, map_launch, reduction_launch
+from fxround.runtime.cpu.llvm.row_chain import RowStage, RowVariant, Value, build_row_chain
+from fxround.runtime.cpu.pointwise import MapCall, addresses, array
 from fxround.runtime.cpu.reduction import Reduction, loops_for
 from fxround.runtime.cpu.strides import Lines
 from fxround.runtime.cpu.threads import pieces_of
 from fxround.runtime.draw import NO_KEY, Draw, key_of
+from fxround.runtime.layouts import collapse
 from fxround.runtime.operands import map_of
 from fxround.runtime.row_chains import Chain, ChainedKernel
 
@@ -40,6 +45,9 @@ _LEAST: Final = 1 << 16
 # The elements that make another thread worth its start.
 _ENOUGH: Final = 1 << 14
 _NO_DRAW: Final = Draw()
+_ROWS: Final = signature(3, 4)
+# The least number of chains of a reduction that are worth the lanes of a register.
+_CHAINS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -84,39 +92,30 @@ def plan_rows(chain: Chain, inputs: Sequence[Tensor], spent: tuple[int, ...]) ->
     layouts: dict[int, Tensor] = {
         i: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for i, x in enumerate(inputs)
     }
-    calls: list[MapCall | LineCall] = []
-    draws: list[bool] = []
+    kernels: list[Map | Reduce] = []
     for stage in chain.stages:
         operands = [layouts[i] for i in stage.operands]
         shape = torch.broadcast_shapes(*(x.shape for x in operands))
         if not math.prod(shape):
             return None
-        call: MapCall | LineCall | None
         if isinstance(stage.call, ProgramCall):
             kernel = map_of(stage.call, operands)
             if kernel is None:
                 return None
-            call = MapCall.of(kernel, [(x.shape, x.stride()) for x in operands])
-            draws.append(bool(kernel.draws))
+            kernels.append(kernel)
             for i, storage in zip(stage.results, kernel.results, strict=True):
                 layouts[i] = torch.empty(shape, dtype=dtype_of(storage), device="meta")
         else:
             reduction = stage.reduction(STORAGES[operands[0].dtype])
-            call = _line_call(reduction, operands[0])
-            draws.append(isinstance(reduction, Reduce) and (reduction.draws or reduction.finish_draws))
+            if not isinstance(reduction, Reduce):
+                return None
+            kernels.append(reduction)
             layouts[stage.results[0]] = operands[0].new_empty((*shape[:-1], 1))
-        if call is None:
-            return None
-        calls.append(call)
-    return _worth_it(chain, spent, [layouts[i] for i in range(len(layouts))], calls, draws)
+    return _worth_it(chain, spent, [layouts[i] for i in range(len(layouts))], kernels)
 
 
 def _worth_it(
-    chain: Chain,
-    spent: tuple[int, ...],
-    layouts: Sequence[Tensor],
-    calls: Sequence[MapCall | LineCall],
-    draws: Sequence[bool],
+    chain: Chain, spent: tuple[int, ...], layouts: Sequence[Tensor], kernels: Sequence[Map | Reduce]
 ) -> Ranges | None:
     """The plan, if ranges gain something; else None."""
     made = layouts[chain.inputs :]
@@ -128,18 +127,99 @@ def _worth_it(
         return None
     # A multiple of 64 rows: whatever the length of a row, a range then begins with a whole block of 64 elements.
     few = max(1, _CACHE // (BLOCK * wide)) * BLOCK
-    bytes_of = {i: x.shape[-1] * x.dtype.itemsize for i, x in inner.items()}
-    # Row 0 would be before the buffer, whose first row is that of the range.
-    places = [Address(i, growth=-few * bytes_of.get(i, 0)) for i in range(len(layouts))]
-    launches = [
-        _launch(call, [places[i] for i in stage.operands], [places[i] for i in stage.results], _key(stage, draw), few)
-        for stage, call, draw in zip(chain.stages, calls, draws, strict=True)
-    ]
     outside = *range(chain.inputs), *chain.stored
-    table = LaunchTable(launches, outside, {i: few * size for i, size in bytes_of.items()})
+    table = _row_by_row(chain, layouts, kernels, rows, few)
+    if table is None:
+        table = _one_after_the_other(chain, layouts, kernels, few, outside)
+    if table is None:
+        return None
     stored = {i: ((*shape[:-1], layouts[i].shape[-1]), layouts[i].dtype) for i in chain.stored}
-    over = _overwritten(chain, spent, layouts)
-    return Ranges(-(-rows // few), _ENOUGH // (few * length), stored, table, any(draws), over, spent, chain)
+    over, draws = _overwritten(chain, spent, layouts), any(map(_draws, kernels))
+    return Ranges(-(-rows // few), _ENOUGH // (few * length), stored, table, draws, over, spent, chain)
+
+
+def _draws(kernel: Map | Reduce) -> bool:
+    return bool(kernel.draws) or (isinstance(kernel, Reduce) and kernel.finish_draws)
+
+
+def _row_by_row(
+    chain: Chain, layouts: Sequence[Tensor], kernels: Sequence[Map | Reduce], rows: int, few: int
+) -> LaunchTable | None:
+    """The launch of one kernel that does all stages for one row after the other; None if it does not fit them."""
+    places = sorted({i for stage in chain.stages for i in (*stage.operands, *stage.results)})
+    index = {place: number for number, place in enumerate(places)}
+    length = max(layouts[i].shape[-1] for i in places if layouts[i].dim())
+    homes = [i for i in places if i < chain.inputs or i in chain.stored]
+    strides = [_row_stride(layouts[i], rows, length) for i in homes]
+    wide = {i: layouts[i].dim() > 0 and layouts[i].shape[-1] > 1 for i in places}
+    stages = [
+        RowStage(kernel, tuple(index[i] for i in stage.operands), tuple(index[i] for i in stage.results))
+        for stage, kernel in zip(chain.stages, kernels, strict=True)
+    ]
+    reductions = [(s.kernel, wide[places[s.operands[0]]]) for s in stages if isinstance(s.kernel, Reduce)]
+    fits = all(k.order.shards == 1 and k.order.chains >= _CHAINS and along for k, along in reductions)
+    if length % BLOCK or not fits or any(kernel.parts for kernel in kernels):
+        return None
+    steps = [stride for stride in strides if stride is not None]
+    if len(steps) < len(homes):
+        return None
+    values = (Value(STORAGES[layouts[i].dtype], wide[i], homes.index(i) if i in homes else None) for i in places)
+    variant = RowVariant(tuple(stages), tuple(values), current_machine())
+    function = native(variant.digest, build_row_chain, variant, "rows", _ROWS)
+    held = array(steps)
+    keys = tuple(_key(stage, _draws(kernel)) for stage, kernel in zip(chain.stages, kernels, strict=True))
+    addresses_of = tuple(Address(home) for home in homes)
+    space = Space(variant.space * length)
+    arguments = length, addresses_of, ctypes.addressof(held), keys, space
+    launch = Launch(function, rows, arguments, (held,), share=few)
+    return LaunchTable([launch], (*range(chain.inputs), *chain.stored), {})
+
+
+def _row_stride(x: Tensor, rows: int, length: int) -> int | None:
+    """The elements from one row of x to the next, 0 if all have the same; None if there is no such number."""
+    if x.dim() and x.shape[-1] > 1 and (x.stride(-1) != 1 or x.shape[-1] != length):
+        return None
+    sizes, (strides,) = collapse(x.shape[:-1], [list(x.stride()[:-1])])
+    if not sizes:
+        return 0
+    return strides[0] if sizes == [rows] else None
+
+
+def _one_after_the_other(
+    chain: Chain, layouts: Sequence[Tensor], kernels: Sequence[Map | Reduce], few: int, outside: tuple[int, ...]
+) -> LaunchTable | None:
+    """The launches of the stages, each for a range of rows; None if one of them does not fit ranges."""
+    calls = [
+        _call(kernel, [layouts[i] for i in stage.operands]) for stage, kernel in zip(chain.stages, kernels, strict=True)
+    ]
+    sizes = {
+        i: layouts[i].shape[-1] * layouts[i].dtype.itemsize
+        for i in range(chain.inputs, len(layouts))
+        if i not in outside
+    }
+    # Row 0 would be before the buffer, whose first row is that of the range.
+    places = [Address(i, growth=-few * sizes.get(i, 0)) for i in range(len(layouts))]
+    launches = [
+        _launch(
+            call,
+            [places[i] for i in stage.operands],
+            [places[i] for i in stage.results],
+            _key(stage, _draws(kernel)),
+            few,
+        )
+        for stage, call, kernel in zip(chain.stages, calls, kernels, strict=True)
+        if call is not None
+    ]
+    if None in calls:
+        return None
+    return LaunchTable(launches, outside, {i: few * size for i, size in sizes.items()})
+
+
+def _call(kernel: Map | Reduce, operands: Sequence[Tensor]) -> MapCall | LineCall | None:
+    """The call of a stage; None if it has too many dimensions, or its loops do not fit ranges of 64 rows."""
+    if isinstance(kernel, Reduce):
+        return _line_call(kernel, operands[0])
+    return MapCall.of(kernel, [(x.shape, x.stride()) for x in operands])
 
 
 def _launch(
@@ -177,10 +257,10 @@ class LineCall:
     lanes: int
 
 
-def _line_call(kernel: Reduce | Exact, x: Tensor) -> LineCall | None:
+def _line_call(kernel: Reduce, x: Tensor) -> LineCall | None:
     """The call that reduces the rows of x; None if x is not row-major or the loops do not fit ranges of 64 rows."""
     lines = Lines.of(x, [x.dim() - 1])
-    if not isinstance(kernel, Reduce) or not x.is_contiguous():
+    if not x.is_contiguous():
         return None
     loops = loops_for(kernel, lines)
     if lines.count % loops.lanes:

@@ -46,6 +46,7 @@ from fxround.runtime.cpu.llvm.loops import (
     count,
     define,
     iota,
+    least,
     load_vector,
     masked_load,
     masked_store,
@@ -176,7 +177,7 @@ class _Builder:
     def _rows(self, item: Any) -> None:
         b, a, wide = self.b, self.a, self.wide
         first = b.mul(item, a["per"])
-        number = _least(b, a["per"], b.sub(a["blocks"], first))
+        number = least(b, a["per"], b.sub(a["blocks"], first))
         with self._walk(first, number) as (k, start, length):
             largest = Carried(b, [literal(self.code, 0, self.lanes)])
             for i, mask in self._vectors(length, self.lanes):
@@ -208,7 +209,7 @@ class _Builder:
         state = Carried(b, [b.add(b.mul(row, a["length"]), before), b.sub(a["length"], before)])
         with count(b, I64(0), number) as k:
             start, rest = state.load()
-            length = _least(b, a["size"], rest)
+            length = least(b, a["size"], rest)
             yield k, start, length
             rest = b.sub(rest, length)
             ended = b.icmp_signed("==", rest, I64(0))
@@ -252,11 +253,11 @@ class _Builder:
         b, a = self.b, self.a
         outer = b.udiv(item, a["row_blocks"])
         before = b.mul(b.sub(item, b.mul(outer, a["row_blocks"])), a["size"])
-        rows = _least(b, a["size"], b.sub(a["length"], before))
+        rows = least(b, a["size"], b.sub(a["length"], before))
         base = b.mul(b.add(b.mul(outer, a["length"]), before), a["inner"])
         elements, lanes = self.kernel.elements, self.element_lanes
         with count(b, I64(0), a["inner"], MOST) as column:
-            width = _least(b, I64(MOST), b.sub(a["inner"], column))
+            width = least(b, I64(MOST), b.sub(a["inner"], column))
             start = b.add(base, column)
             for i, mask in self._vectors(width, self.lanes):
                 largest = Carried(b, [literal(self.code, 0, self.lanes)])
@@ -348,7 +349,3 @@ class _Builder:
         if ELEMENT_OF[storage] == "u32":
             value = b.trunc(value, ir.VectorType(MEMORY[storage], lanes))
         masked_store(b, value, target, MEMORY[storage], mask, lanes)
-
-
-def _least(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    return b.select(b.icmp_signed("<", x, y), x, y)

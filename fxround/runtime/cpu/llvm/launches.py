@@ -28,9 +28,9 @@ FRAME: Final = 0
 # The first numbers of the frame. status: one more than the number of a launch whose results do not count, in this step;
 # nothing was called after it. 0 in the end.
 STATUS: Final = ("status", "step")
-# The numbers of arguments that kernels have after their items: of reductions, of maps and direct products, of image
-# planes, and of packed products.
-COUNTS: Final = (4, 7, 9, 10)
+# The numbers of arguments that kernels have after their items: of reductions, of chains over rows, of maps and direct
+# products, of image planes, and of packed products.
+COUNTS: Final = (4, 5, 7, 9, 10)
 MOST: Final = max(COUNTS)
 
 

@@ -17,24 +17,21 @@ from llvmlite import ir
 
 from fxround.kernels.kinds import Exact, Reduce, Scan
 from fxround.runtime.cpu.llvm.loops import (
-    I32,
     I64,
     MEMORY,
     PTR,
     Carried,
     at,
-    bytes_in,
     count,
-    declared,
     iota,
     load_vector,
+    prefetch,
     scratch,
     store_vector,
 )
 from fxround.runtime.cpu.llvm.render import llvm_type, splat
 
 MAX_DIMS: Final = 8
-CACHE_LINE: Final = 64
 _SIZES: Final = ("count", "length", "dims", "k_dims")
 COLUMNS: Final = ("size", "x", "out", "line", "k_size", "k_x", "k_out")
 DESCRIBED: Final = len(_SIZES) + len(COLUMNS) * MAX_DIMS
@@ -146,14 +143,9 @@ class Neighbours:
 
     def prefetch(self, offset: Any) -> None:
         """Prefetch a vector that is needed soon; it may be beyond the last one, which a prefetch permits."""
-        b, memory = self.b, MEMORY[self.kernel.loads[0]]
-        here = at(b, self.a["x"], b.add(self.base[0], offset), memory)
-        callee = declared(b, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32]))
-        # A vector of several registers covers several cache lines.
-        per_line = CACHE_LINE // bytes_in(memory)
-        for element in range(0, self.lanes, per_line):
-            # The arguments: for reading, kept in all levels of the cache, data.
-            b.call(callee, [at(b, here, I64(element), memory), I32(0), I32(3), I32(1)])
+        memory = MEMORY[self.kernel.loads[0]]
+        here = at(self.b, self.a["x"], self.b.add(self.base[0], offset), memory)
+        prefetch(self.b, here, memory, self.lanes)
 
     def store(self, value: Any, offset: Any) -> None:
         """Store one vector; element by element if the results are not adjacent."""

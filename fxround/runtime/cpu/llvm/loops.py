@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from llvmlite import ir
 
@@ -22,6 +22,7 @@ I16: Final = ir.IntType(16)
 I32: Final = ir.IntType(32)
 I64: Final = ir.IntType(64)
 PTR: Final = ir.PointerType()
+CACHE_LINE: Final = 64
 MEMORY: Final[dict[Storage, Any]] = {
     storage: SCALARS[ELEMENT_OF[storage]] if size > 2 else ir.IntType(8 * size) for storage, size in BYTES_OF.items()
 }
@@ -74,6 +75,11 @@ def _export(module: ir.Module, name: str, function: ir.Function, direction: Dire
 def with_sizes(b: ir.IRBuilder, a: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The arguments, and the numbers of the array ``layout`` (int64) by their names."""
     return a | {name: b.load(at(b, a["layout"], I64(i), I64), typ=I64) for i, name in enumerate(names)}
+
+
+def least(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """The smaller of two signed numbers."""
+    return b.select(b.icmp_signed("<", x, y), x, y)
 
 
 @contextmanager
@@ -185,6 +191,20 @@ def masked_store(b: ir.IRBuilder, value: Any, address: Any, memory: Any, mask: A
     name = f"llvm.masked.store.v{lanes}{name_of(memory)}.p0"
     signature = ir.FunctionType(ir.VoidType(), [kind, address.type, I32, mask.type])
     b.call(declared(b, name, signature), [value, address, I32(bytes_in(memory)), mask])
+
+
+def prefetch(
+    b: ir.IRBuilder, address: Any, memory: Any, number: int, level: Literal[1, 2] = 1, written: bool = False
+) -> None:
+    """Prefetch ``number`` elements that are needed soon; they may be beyond memory's end, which a prefetch permits.
+
+    level: the cache to which they are brought. written: whether they will be written.
+    """
+    callee = declared(b, "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32]))
+    # The elements may cover several cache lines.
+    for element in range(0, number, max(1, CACHE_LINE // bytes_in(memory))):
+        # The arguments: for reading or writing, the cache (3 for the first level), data.
+        b.call(callee, [at(b, address, I64(element), memory), I32(int(written)), I32(4 - level), I32(1)])
 
 
 def declared(b: ir.IRBuilder, name: str, signature: ir.FunctionType) -> Any:

@@ -9,7 +9,7 @@ the same bits. Only elements below ``total`` are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +63,9 @@ _COPIED: Final = 16
 # The largest number of operators of a body that LLVM optimizes: optimizing saves a tenth of a call's time, and doubles
 # that of compiling.
 _OPTIMIZED: Final = 2000
+# The largest number of operators of a body that is written for each vector of a block. The end of a loop of four
+# vectors is as many instructions as such a body has, and that of a loop over a whole row is rarely predicted.
+_UNROLLED: Final = 40
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,104 @@ class MapVariant:
         return f"{self.kernel.digest}:{','.join(self.access)}{':numbered' if self.numbered else ''}"
 
 
-draw_seed, mixed, _random, _next = (cache(f) for f in (draw_function, mix_function, shared_function, word_function))
+draw_seed, mixed, random_words, _next = (
+    cache(f) for f in (draw_function, mix_function, shared_function, word_function)
+)
+
+
+class Body:
+    """A map's body for blocks of its elements: their random words, and its stages one after the other."""
+
+    def __init__(
+        self, b: ir.IRBuilder, kernel: Map, access: tuple[Access, ...], machine: Machine, seeds: Any, part: Part | None
+    ) -> None:
+        self.b, self.kernel, self.access, self.machine, self.seeds, self.part = b, kernel, access, machine, seeds, part
+        self.stages = stages_of(kernel)
+        self._random = scratch(b, I32, BLOCK * len(kernel.draws))
+        self._between = {v: scratch(b, SCALARS[v.type], BLOCK) for stage in self.stages[:-1] for v in stage.results}
+
+    @property
+    def lanes(self) -> int:
+        """The lanes of the vectors of results."""
+        return self.stages[-1].lanes
+
+    def shared(self, loaded: dict[Expr, Any]) -> dict[int, dict[Expr, Any]]:
+        """What all elements share, by the lanes of a vector: some operands, and quotients and roots of them alone."""
+        body = self.kernel.body
+        alone: set[Expr] = set(loaded)
+        order = needed(body.results, dict.fromkeys(body.params))
+        alone |= {node for node in order if node.op == "const"}
+        for node in order:
+            if node.args and alone.issuperset(node.args):
+                alone.add(node)
+        slow = tuple(node for node in order if node in alone and node.op in ("fdiv", "sqrt"))
+        known = loaded | dict(zip(slow, emit_results(slow, self.b, loaded, 1, None), strict=True))
+        widths = {stage.lanes for stage in self.stages}
+        return {lanes: {node: splat(self.b, value, lanes) for node, value in known.items()} for lanes in widths}
+
+    def compute(
+        self,
+        block: Any,
+        number: Any,
+        sources: Sequence[Any],
+        targets: Sequence[Any],
+        shared: dict[int, dict[Expr, Any]],
+        then: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        """Emit the body for the vectors that have the first ``number`` elements of a block.
+
+        targets: where the results go, None for one that is not stored. then: emits what else is done with a vector of
+        each result.
+        """
+        b, kernel = self.b, self.kernel
+        if self.part is None:
+            _draw(b, self._random, block, self.seeds, [w.width for w in kernel.draws])
+        else:
+            _draw_in_part(b, self._random, block, self.seeds, kernel.draws, self.part)
+        for stage in self.stages:
+            for i in self._vectors(stage, number):
+                values = self._emit(stage, i, sources, shared[stage.lanes])
+                if stage is not self.stages[-1]:
+                    for value, result in zip(stage.results, values, strict=True):
+                        place = at(b, self._between[value], i, SCALARS[value.type])
+                        b.store(result, place, align=bytes_of(value.type))
+                    continue
+                for result, target, s in zip(values, targets, kernel.results, strict=True):
+                    # A result may be in the memory of an operand of its own layout: each vector, and each copied block,
+                    # is loaded before the same elements are stored.
+                    if target is not None:
+                        store_vector(b, result, at(b, target, i, MEMORY[s]), s, stage.lanes)
+                if then is not None:
+                    then(values)
+
+    def _vectors(self, stage: Stage, number: Any) -> Iterator[Any]:
+        """Yield where each vector of a stage begins: all those of a whole block of a short body, or that of a loop."""
+        if isinstance(number, ir.Constant) and len(self.kernel.body.schedule) <= _UNROLLED:
+            yield from (I64(i) for i in range(0, BLOCK, stage.lanes))
+            return
+        with count(self.b, I64(0), number, stage.lanes) as i:
+            yield i
+
+    def _emit(self, stage: Stage, i: Any, sources: Sequence[Any], shared: dict[Expr, Any]) -> tuple[Any, ...]:
+        """Emit a stage for the elements from i on."""
+        env = {value: self._load(value, i, stage.lanes, sources) for value in stage.reads if value not in shared}
+        return emit_results(stage.results, self.b, env | shared, stage.lanes, fusions_for(self.machine, stage.lanes))
+
+    def _load(self, value: Expr, i: Any, lanes: int, sources: Sequence[Any]) -> Any:
+        """The elements from i on of what a stage reads."""
+        b, kernel = self.b, self.kernel
+        if value in self._between:
+            here = at(b, self._between[value], i, SCALARS[value.type])
+            return b.load(here, typ=llvm_type(value.type, lanes), align=bytes_of(value.type))
+        place = kernel.body.params.index(value)
+        if place >= len(kernel.loads):
+            d = place - len(kernel.loads)
+            width = 32 if kernel.parts else kernel.draws[d].width
+            return _words(b, at(b, self._random, I64(d * BLOCK), I32), i, lanes, width, self.machine)
+        source, s = sources[place], kernel.loads[place]
+        if self.access[place] == "row":
+            return splat(b, load_vector(b, source, s, 1), lanes)
+        return load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
 
 
 def build_map(variant: MapVariant) -> str:
@@ -96,63 +196,22 @@ def build_map(variant: MapVariant) -> str:
     key              seed low, seed high, sample, then the node numbers (see ``MapVariant``), then those of a part
     """
     kernel = variant.kernel
-    module = ir.Module(STRAIGHT if len(kernel.body.schedule) > _OPTIMIZED else "map")
+    module = ir.Module(module_name(kernel))
     args = [("begin", I64), ("end", I64), ("total", I64), ("ndim", I64), ("sizes", PTR)]
     b, a = define(module, "map", [*args, ("operands", PTR), ("strides", PTR), ("outs", PTR), ("key", PTR)])
-    stages = stages_of(kernel)
     pointers = [b.load(at(b, a["operands"], I64(i), PTR), typ=PTR) for i in range(len(kernel.loads))]
     # Twice a block: a repeated element is written as a whole block at any place of the first one (``_copy_run``).
     buffers = [scratch(b, MEMORY[s], 2 * BLOCK) for s in kernel.loads]
     outs = [b.load(at(b, a["outs"], I64(i), PTR), typ=PTR) for i in range(len(kernel.results))]
     ends = [scratch(b, MEMORY[s], BLOCK) for s in kernel.results]
-    random = scratch(b, I32, BLOCK * len(kernel.draws))
-    between = {v: scratch(b, SCALARS[v.type], BLOCK) for stage in stages[:-1] for v in stage.results}
-    seeds = _seeds(b, a["key"], variant)
     part = load_part(b, a["key"], 3 + kernel.nodes) if kernel.parts and kernel.draws else None
-    shared = _shared(b, variant, pointers, {stage.lanes for stage in stages})
+    seeds = seeds_of(b, a["key"], kernel.draws, variant.numbered)
+    body = Body(b, kernel, variant.access, variant.machine, seeds, part)
+    # LLVM does not move what all elements share out of the loops: for all that it knows, a result is stored there.
+    ones = [i for i, access in enumerate(variant.access) if access == "scalar"]
+    shared = body.shared({kernel.body.params[i]: load_vector(b, pointers[i], kernel.loads[i], 1) for i in ones})
     walks = bool({"inner", "row", "strided"} & set(variant.access))
     place = _place(b, a, b.mul(a["begin"], I64(BLOCK))) if walks else None
-
-    def compute(block: Any, number: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Emit the body for the vectors that have the first ``number`` elements of a block."""
-        if part is None:
-            _draw(b, random, block, seeds, [w.width for w in kernel.draws])
-        else:
-            _draw_in_part(b, random, block, seeds, kernel.draws, part)
-        for stage in stages:
-            with count(b, I64(0), number, stage.lanes) as i:
-                emit_stage(stage, i, sources, targets)
-
-    def emit_stage(stage: Stage, i: Any, sources: Sequence[Any], targets: Sequence[Any]) -> None:
-        """Emit a stage for the elements from i on."""
-        lanes = stage.lanes
-        env = {value: load(value, i, lanes, sources) for value in stage.reads if value not in shared[lanes]}
-        env |= shared[lanes]
-        fuse = fusions_for(variant.machine, lanes)
-        values = emit_results(stage.results, b, env, lanes, fuse)
-        if stage is not stages[-1]:
-            for value, result in zip(stage.results, values, strict=True):
-                b.store(result, at(b, between[value], i, SCALARS[value.type]), align=bytes_of(value.type))
-            return
-        for result, target, s in zip(values, targets, kernel.results, strict=True):
-            # A result may be in the memory of an operand of its own layout: each vector, and each copied block, is
-            # loaded before the same elements are stored.
-            store_vector(b, result, at(b, target, i, MEMORY[s]), s, lanes)
-
-    def load(value: Expr, i: Any, lanes: int, sources: Sequence[Any]) -> Any:
-        """The elements from i on of what a stage reads."""
-        if value in between:
-            here = at(b, between[value], i, SCALARS[value.type])
-            return b.load(here, typ=llvm_type(value.type, lanes), align=bytes_of(value.type))
-        place = kernel.body.params.index(value)
-        if place >= len(kernel.loads):
-            d = place - len(kernel.loads)
-            width = 32 if kernel.parts else kernel.draws[d].width
-            return _words(b, at(b, random, I64(d * BLOCK), I32), i, lanes, width, variant.machine)
-        source, s = sources[place], kernel.loads[place]
-        if variant.access[place] == "row":
-            return splat(b, load_vector(b, source, s, 1), lanes)
-        return load_vector(b, at(b, source, i, MEMORY[s]), s, lanes)
 
     if walks and "strided" not in variant.access:
         # Rows are whole blocks, so that no block is short.
@@ -167,7 +226,7 @@ def build_map(variant: MapVariant) -> str:
                 walked = zip(starts, variant.access, kernel.loads, strict=True)
                 sources = [at(b, start, steps[access], MEMORY[s]) for start, access, s in walked]
                 heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
-                compute(block, I64(BLOCK), sources, heads)
+                body.compute(block, I64(BLOCK), sources, heads, shared)
         b.ret_void()
         return str(module)
     with count(b, a["begin"], a["end"]) as block:
@@ -184,7 +243,8 @@ def build_map(variant: MapVariant) -> str:
         heads = [at(b, out, base, MEMORY[s]) for out, s in zip(outs, kernel.results, strict=True)]
         # The body computes whole vectors. In a short block the elements of the last one beyond ``total`` are stale, and
         # stay on the stack: the results go to ``ends``, from which only ``number`` are copied.
-        compute(block, number, sources, [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)])
+        targets = [b.select(short, end, head) for end, head in zip(ends, heads, strict=True)]
+        body.compute(block, number, sources, targets, shared)
         with b.if_then(short):
             for head, end, s in zip(heads, ends, kernel.results, strict=True):
                 copy_elements(b, head, end, number, MEMORY[s])
@@ -194,30 +254,13 @@ def build_map(variant: MapVariant) -> str:
     return str(module)
 
 
-def _shared(
-    b: ir.IRBuilder, variant: MapVariant, pointers: Sequence[Any], widths: Iterable[int]
-) -> dict[int, dict[Expr, Any]]:
-    """What all elements share, by the lanes of a vector: operands of one element, and quotients and roots of them.
-
-    It is computed once. LLVM does not move it out of the loops, because it cannot know that no result is stored there.
-    """
-    body = variant.kernel.body
-    ones = [i for i, access in enumerate(variant.access) if access == "scalar"]
-    loaded = {body.params[i]: load_vector(b, pointers[i], variant.kernel.loads[i], 1) for i in ones}
-    alone: set[Expr] = set(loaded)
-    order = needed(body.results, dict.fromkeys(body.params))
-    alone |= {node for node in order if node.op == "const"}
-    for node in order:
-        if node.args and alone.issuperset(node.args):
-            alone.add(node)
-    slow = tuple(node for node in order if node in alone and node.op in ("fdiv", "sqrt"))
-    known = loaded | dict(zip(slow, emit_results(slow, b, loaded, 1, None), strict=True))
-    return {lanes: {node: splat(b, value, lanes) for node, value in known.items()} for lanes in widths}
+def module_name(*kernels: Map) -> str:
+    """The name of a module with the bodies of these kernels, by which the engine chooses how to optimize it."""
+    return STRAIGHT if sum(len(kernel.body.schedule) for kernel in kernels) > _OPTIMIZED else "map"
 
 
-def _seeds(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Any:
-    """An array on the stack of the u64 seeds of a kernel's draws."""
-    words = variant.kernel.draws
+def seeds_of(b: ir.IRBuilder, key: Any, words: Sequence[Word], numbered: bool) -> Any:
+    """An array on the stack of the u64 seeds of a kernel's draws; numbered: as in ``MapVariant``."""
     seeds = scratch(b, I64, len(words))
     if not words:
         return seeds
@@ -231,7 +274,7 @@ def _seeds(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Any:
         _table(b, "draws", [w.draw if w.chain is None else STREAM_DRAW for w in words]),
     )
     with count(b, I64(0), I64(len(words))) as d:
-        if variant.numbered:
+        if numbered:
             first = b.add(I64(3), b.mul(d, I64(2)))
             node, draw = load(key, first), load(key, b.add(first, I64(1)))
         else:
@@ -244,7 +287,7 @@ def _seeds(b: ir.IRBuilder, key: Any, variant: MapVariant) -> Any:
 def _table(b: ir.IRBuilder, name: str, values: Sequence[int]) -> Any:
     """A constant array of u32 in the module."""
     content = ir.Constant(ir.ArrayType(I32, len(values)), values)
-    table = ir.GlobalVariable(b.module, content.type, name)
+    table = ir.GlobalVariable(b.module, content.type, b.module.get_unique_name(name))
     table.linkage, table.global_constant, table.initializer = "internal", True, content
     return table.bitcast(PTR)
 
@@ -275,7 +318,7 @@ def _draw_in_part(b: ir.IRBuilder, random: Any, block: Any, seeds: Any, words: S
         elements = b.add(splat(b, b.add(first, i), _OUTPUTS), iota(_OUTPUTS))
         numbers = place_in_whole(b, part, elements, _OUTPUTS)
         for d, word in enumerate(words):
-            function, number = _random(word.width), numbers
+            function, number = random_words(word.width), numbers
             if word.chain is not None:
                 shard = b.add(part.shard, I64(word.chain.shard))
                 wide = b.add(b.mul(numbers, splat(b, part.shards, _OUTPUTS)), splat(b, shard, _OUTPUTS))

@@ -14,7 +14,7 @@ from typing import Any, Final
 from llvmlite import ir
 
 from fxround.runtime.cpu.llvm.lines import Description
-from fxround.runtime.cpu.llvm.loops import I64, PTR, at, count
+from fxround.runtime.cpu.llvm.loops import I64, PTR, at, count, least
 from fxround.runtime.cpu.llvm.render import bytes_of
 
 # Elements of a panel, chosen so that a panel stays in the second-level cache.
@@ -33,8 +33,8 @@ def panels(b: ir.IRBuilder, d: Description, base: Any, memory: Any, buffer: Any,
     columns = b.select(two, d.column("k_size", before), I64(1))
     column_step = b.select(two, d.column("k_x", before), I64(0))
     area = b.mul(columns, run)
-    piece = _least(b, run, I64(PANEL))
-    wide = _least(b, columns, b.sdiv(I64(PANEL), _most(b, run, I64(1))))
+    piece = least(b, run, I64(PANEL))
+    wide = least(b, columns, b.sdiv(I64(PANEL), _most(b, run, I64(1))))
     wide = _most(b, wide, I64(1))
     with count(b, I64(0), d.length, _most(b, area, I64(1))) as k:
         outer = b.select(two, before, I64(0))
@@ -42,7 +42,7 @@ def panels(b: ir.IRBuilder, d: Description, base: Any, memory: Any, buffer: Any,
         # A panel is ``high`` columns of ``low`` elements. Either the run fits, and panels hold whole runs; or it does
         # not, then ``wide`` is 1 and a panel is a piece of one run. In both cases its elements are consecutive in k.
         with count(b, I64(0), columns, wide) as c, count(b, I64(0), run, piece) as r:
-            high, low = _least(b, wide, b.sub(columns, c)), _least(b, piece, b.sub(run, r))
+            high, low = least(b, wide, b.sub(columns, c)), least(b, piece, b.sub(run, r))
             offset = b.add(b.add(corner, b.mul(c, column_step)), b.mul(r, step))
             source = at(b, base, offset, memory)
             _copy_block(b, (source, at(b, buffer, filled(), memory)), (high, column_step), (low, step), memory)
@@ -76,10 +76,6 @@ def _copy_block(b: ir.IRBuilder, ends: Any, columns: Any, run: Any, memory: Any)
 
 def _bytes(memory: Any) -> int:
     return memory.width // 8 if isinstance(memory, ir.IntType) else bytes_of("f32" if str(memory) == "float" else "f64")
-
-
-def _least(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    return b.select(b.icmp_signed("<", x, y), x, y)
 
 
 def _most(b: ir.IRBuilder, x: Any, y: Any) -> Any:

@@ -28,6 +28,7 @@ from fxround.runtime.cpu.llvm.loops import (
     count,
     define,
     iota,
+    least,
     load_vector,
     scratch,
     store_vector,
@@ -81,9 +82,9 @@ def build_along(variant: tuple[Reduce, bool, Machine]) -> str:
             walk.shards(item)
         b.ret_void()
         return str(module)
-    together = TOGETHER if dense and (kernel.draws or len(kernel.step.schedule) > _SHORT) else 1
+    together = TOGETHER if dense else 1
     with count(b, a["begin"], a["end"], together) as first:
-        lines = _least(b, b.sub(a["end"], first), I64(together))
+        lines = least(b, b.sub(a["end"], first), I64(together))
         with count(b, I64(0), lines) as slot:
             walk.begin(slot, b.add(first, slot))
         if not dense:
@@ -194,7 +195,7 @@ class Along:
             active = b.icmp_signed("<", iota(n), splat(b, left, n))
             stepped = self._step(chain.load(), self.tail)
             chain.store([b.select(active, new, old) for new, old in zip(stepped, chain.load(), strict=True)])
-        acc, state = _combine_lanes(b, kernel, chain.load(), _least(b, length, I64(n)))
+        acc, state = combine_lanes(b, kernel, chain.load(), least(b, length, I64(n)))
         if n > 1:
             zero = ir.IntType(32)(0)
             acc, state = b.extract_element(acc, zero), b.extract_element(state, zero)
@@ -230,17 +231,13 @@ class Along:
             self.b.store(value, at(self.b, array, slot, type_), align=8)
 
 
-def _least(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    return b.select(b.icmp_signed("<", x, y), x, y)
-
-
 def step(b: ir.IRBuilder, kernel: Reduce | Scan, chain: list[Any], x: Any, lanes: int, machine: Machine) -> list[Any]:
     """(accumulators, states) after one more element."""
     acc, state = chain
     return list(apply(b, kernel.step, [acc, x], state, lanes, kernel.draws, fusions_for(machine, lanes)))
 
 
-def _combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any) -> list[Any]:
+def combine_lanes(b: ir.IRBuilder, kernel: Reduce, chain: list[Any], used: Any) -> list[Any]:
     """Combine the chains in lanes; ``used`` is the number of chains that have an element."""
     n, width = kernel.order.chains, kernel.order.chains // 2
     while width >= 1:
@@ -330,7 +327,7 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
     sharded, table, tree = kernel.order.shards > 1, lines.description.shards, Tree(b, kernel, lanes)
 
     def end(row: Any, first: Any, last: Any) -> None:
-        _combine_chains(b, kernel, lanes, _least(b, b.sub(last, first), I64(n)), chain, put)
+        _combine_chains(b, kernel, lanes, least(b, b.sub(last, first), I64(n)), chain, put)
         tree.add(row_of(b, table, row), chain(I64(0)))
         with b.if_then(b.icmp_signed("<", last, lines.description.length)):
             following = row_of(b, table, b.add(row, I64(1)))
@@ -354,7 +351,7 @@ def build_across(variant: tuple[Reduce, int, bool, Machine]) -> str:
                 with b.if_then(b.icmp_signed("==", b.add(b.add(k, j), I64(1)), last)):
                     end(row, first, last)
         if not sharded:
-            _combine_chains(b, kernel, lanes, _least(b, lines.description.length, I64(n)), chain, put)
+            _combine_chains(b, kernel, lanes, least(b, lines.description.length, I64(n)), chain, put)
         acc, state = tree.whole() if sharded else chain(I64(0))
         bits, _ = advance(b, state, lanes, kernel.finish_draws)
         (result,) = emit(kernel.finish, b, [acc, bits], lanes)
@@ -375,7 +372,7 @@ def _combine_chains(
     width = kernel.order.chains // 2
     while width >= 1:
         # Pairs (c, c + width) with c < width and c + width < used; none where the difference is negative.
-        pairs = _least(b, b.sub(used, I64(width)), I64(width))
+        pairs = least(b, b.sub(used, I64(width)), I64(width))
         with count(b, I64(0), pairs) as c:
             acc, state = chain(c)
             other, _ = chain(b.add(c, I64(width)))

@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from fxround.numerics.arithmetic.branches import needed
 from fxround.numerics.arithmetic.scalar import WIDTH, Expr, Function, Type
+from fxround.numerics.formats.carriers import CARRIERS
 from fxround.runtime.cpu.llvm.lookups import lookup
 
 SCALARS: Final = MappingProxyType(
@@ -158,10 +159,24 @@ def _emit(roots: Sequence[Expr], b: ir.IRBuilder, env: dict[Expr, Any], lanes: i
             env[node] = _branch(node, b, env, lanes, always, fuse)
             continue
         fused = fuse(node, b, env) if fuse else None
+        if fused is None and node.op == "lt":
+            fused = _is_nan(node, b, env)
         if fused is not None:
             env[node] = fused
             continue
         env[node] = TABLE[node.op](b, [env[a] for a in node.args], llvm_type(node.type, lanes))
+
+
+def _is_nan(node: Expr, b: ir.IRBuilder, env: dict[Expr, Any]) -> Any:
+    """Whether a float is a NaN, by one comparison, for an ordinal above infinity's; None for any other node."""
+    bound, ordinal = node.args
+    if bound.op != "const" or ordinal.op != "and" or ordinal.args[0].op != "bits":
+        return None
+    (x,) = ordinal.args[0].args
+    carrier = CARRIERS[x.type]
+    if x not in env or bound.attr != carrier.infinity or ordinal.args[1].attr != (1 << (WIDTH[carrier.code] - 1)) - 1:
+        return None
+    return b.fcmp_unordered("uno", env[x], env[x])
 
 
 def _branch(
