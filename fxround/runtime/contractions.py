@@ -131,10 +131,13 @@ def transposed_as_plain(x: Tensor, w: Tensor, geometry: Geometry) -> tuple[Tenso
     dims, groups = x.dim() - 2, geometry.groups
     before = [geometry.dilation[d] * (w.shape[d + 2] - 1) - geometry.padding[d] for d in range(dims)]
     after = [edge + more for edge, more in zip(before, geometry.output_padding, strict=True)]
-    spaced = _spaced(x, geometry.stride, before, after)
     turned = w.flip(list(range(2, w.dim()))).reshape(groups, w.shape[0] // groups, *w.shape[1:]).transpose(1, 2)
     plain = turned.reshape(groups * w.shape[1], w.shape[0] // groups, *w.shape[2:])
     ones, none = (1,) * dims, (0,) * dims
+    if tuple(geometry.stride) == ones and before == after and min(before) >= 0:
+        # The zeros around it are those that a plain convolution has around its operand.
+        return x, plain, Geometry(ones, tuple(before), geometry.dilation, False, none, groups)
+    spaced = _spaced(x, geometry.stride, before, after)
     return spaced, plain, Geometry(ones, none, geometry.dilation, False, none, groups)
 
 

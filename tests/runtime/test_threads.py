@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -229,4 +230,42 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_child_has_threads_of_its_own() -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORKING]
+    subprocess.run(command, check=True, timeout=120)
+
+
+WAITING = """
+import os, torch, fxround
+from fxround.runtime.cpu import threads
+torch.set_num_threads(2)
+
+x, rng, large = torch.randn(200, 300), torch.tensor([3, 4]), torch.ones(1 << 20)
+def product():
+    return torch.ops.fxround.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+want = product().tolist()
+assert "libgomp" not in open("/proc/self/maps").read() or threads._pool()._pause is not None
+own = tasks()
+for processors, left in ((2, 0), (3, 1)):
+    threads._pool()._processors = processors
+    for _ in range(2):
+        large.add_(1)
+        assert tasks() == own + 1
+        assert product().tolist() == want
+        assert tasks() == own + left, (processors, tasks(), own)
+child = os.fork()
+threads._pool()._processors = 2
+same = product().tolist() == want and (threads._pool()._pause is None) == (child == 0)
+if child == 0:
+    os._exit(0 if same else 1)
+assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="threads cannot be counted on this system")
+def test_threads_of_pytorch_that_wait_are_ended_where_they_need_a_processor() -> None:
+    """GNU's OpenMP gives them up at once, and starts new ones; a forked child has none to wait for."""
+    if "libgomp" not in Path("/proc/self/maps").read_text(encoding="utf-8"):
+        pytest.skip("this PyTorch has another OpenMP than GNU's")
+    command = [sys.executable, "-W", "ignore", "-c", WAITING]
     subprocess.run(command, check=True, timeout=120)

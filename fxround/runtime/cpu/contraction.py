@@ -8,7 +8,7 @@ are compared before a pointer is taken, and a kernel reads memory only by the si
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
@@ -44,6 +44,8 @@ _BLOCK: Final = 192
 _CHUNK_BYTES: Final = 1 << 20
 # The steps that take as long as packing an element.
 _PACKED: Final = 20
+# What one item for each thread must save: none of them can take over what a delayed one has.
+_ALONE: Final = 1.1
 _PARKED_BYTES: Final = 1 << 21
 # Products of at most this many rows, or of at most this many steps, are not packed.
 _FEW_ROWS: Final = 8
@@ -275,10 +277,10 @@ def joined(ranges: Sequence[range]) -> list[range]:
 def _cut(
     general: ContractVariant, first: ContractVariant, batch: int, rows: int, columns: int, threads: int
 ) -> tuple[int, int]:
-    """Rows and columns of an item: as many as the scratch allows, and some items for every thread.
+    """Rows and columns of an item: as many as the scratch allows, and one or some items for every thread.
 
     An item's columns are whole panels of both variants. Every item packs its own rows and columns; with several threads
-    the cut is the one of equal shares that packs the least again.
+    the cut is the one that ends first if all threads are equally fast.
     """
     tallest = max(first.rows[0], _CHUNK_BYTES // (general.pitch * bytes_of(general.kernel.accumulator)))
     chunk = _even(rows, tallest, first.rows[0])
@@ -288,20 +290,22 @@ def _cut(
     if threads == 1:
         return chunk, _even(panels, widest, 1) * unit
 
-    def sizes(parts: int) -> tuple[int, int]:
+    def sizes(parts: int) -> Iterator[tuple[int, int]]:
         tall = _even(rows, _ceiling(rows, parts), first.rows[0])
-        needed = _ceiling(2 * threads, batch * _ceiling(rows, tall))
-        return tall, _even(panels, min(widest, max(1, panels // needed)), 1)
+        some, one = (_ceiling(share * threads, batch * _ceiling(rows, tall)) for share in (2, 1))
+        for wide in (panels // some, _ceiling(panels, one)):
+            yield tall, _even(panels, min(widest, max(1, wide)), 1)
 
     def cost(size: tuple[int, int]) -> float:
-        chunks, wides = _ceiling(rows, size[0]), _ceiling(panels, size[1])
-        items = batch * chunks * wides
-        work = rows * columns + _PACKED * (rows * wides + columns * chunks)
-        return work * _ceiling(items, threads) * threads / items
+        tall, columns_of = size[0], min(columns, size[1] * unit)
+        items = batch * _ceiling(rows, tall) * _ceiling(panels, size[1])
+        seconds = _ceiling(items, threads) * (tall * columns_of + _PACKED * (tall + columns_of))
+        return seconds * (_ALONE if items < 2 * threads else 1)
 
     # The cut may depend on the number of threads: it decides who computes a result, and no result depends on it.
     fewest = _ceiling(rows, chunk)
-    chunk, wide = min(map(sizes, range(fewest, fewest + _ceiling(2 * threads, batch * fewest))), key=cost)
+    parts = range(fewest, fewest + _ceiling(2 * threads, batch * fewest))
+    chunk, wide = min((size for part in parts for size in sizes(part)), key=cost)
     return chunk, wide * unit
 
 

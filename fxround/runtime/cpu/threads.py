@@ -5,6 +5,9 @@ after the other, in machine code and without the GIL: a thread that the system d
 and the caller waits for no thread that has not begun. An item writes only its own outputs and reads those of no other,
 so neither the cut nor the thread that takes a piece changes a bit. The call returns only when every piece has ended,
 Ctrl-C included.
+
+PyTorch's own threads, OpenMP's, wait for milliseconds after each of its operators, without giving up their processors.
+They are ended before others are to run there.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -33,6 +37,10 @@ _NONE: Final[Mapping[int, int]] = {}
 _KEPT: Final = threading.local()
 _PAGE: Final = 4096
 _LOCK: Final = waited_for()
+# omp_pause_soft (OpenMP 5.0, section 3.2.43): give up threads, keep data.
+_SOFT: Final = 1
+# Set in a process that was forked: OpenMP would wait there for threads that only the parent has.
+_FORKED: Final = threading.Event()
 
 
 def pieces_of(items: int, enough: int) -> int:
@@ -101,6 +109,8 @@ class _Pool:
         self._address = start + -start % (8 * LINE)
         self._threads: list[threading.Thread] = []
         self._libc = _semaphores()
+        self._pause = None if _FORKED.is_set() else _pausing()
+        self._processors = _processors()
         # Without semaphores no thread can sleep: callers work alone.
         self._closed = self._libc is None
         if self._libc is not None:
@@ -113,6 +123,8 @@ class _Pool:
         """Call function(task), which comes from ``native``, in this thread and in at most ``members`` - 1 others."""
         if len(self._threads) < members - 1:
             self._grow(members - 1)
+        if self._pause is not None and torch.get_num_threads() + members - 1 > self._processors:
+            self._pause(_SOFT)
         _native("share", 4)(self._address, address_of(function), task, members)
 
     def close(self) -> None:
@@ -148,6 +160,25 @@ def _semaphores() -> Any:
     return ctypes.CDLL(None) if sys.platform not in ("darwin", "win32") else None
 
 
+def _pausing() -> Callable[[int], int] | None:
+    """Return ``omp_pause_resource_all`` of the library that PyTorch's operators use; None where there is none.
+
+    It ends the threads of the calling thread's team, which have nothing to do between two operators; the next operator
+    of PyTorch's that needs a team starts them again.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # Also found in what the library depends on.
+        return ctypes.CDLL(str(library)).omp_pause_resource_all
+    except (OSError, AttributeError):
+        return None
+
+
+def _processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 _POOL: Final[list[_Pool]] = []
 
 
@@ -170,5 +201,10 @@ def _close() -> None:
         pool.close()
 
 
+def _begin_child() -> None:
+    _FORKED.set()
+    _POOL.clear()
+
+
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(after_in_child=_POOL.clear)
+    os.register_at_fork(after_in_child=_begin_child)
