@@ -21,7 +21,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from fxround.errors import FxroundError
 
 # Of (first, parts, out): write the averages of the elements of a bucket from ``first`` on, of which ``parts`` are those
-# of the gradients of all processes.
+# of the gradients of all processes, and ``out`` is one of them.
 Averaging = Callable[[int, list[Tensor], Tensor], None]
 # Of messages between two processes, which no other ones have.
 _TAG: Final = 0x66787264
@@ -29,11 +29,10 @@ _TAG: Final = 0x66787264
 
 @dataclass
 class _Sent:
-    """A bucket that is on its way: its parts by the ranks, and the gradients and averages of this process's part."""
+    """A bucket that is on its way: its parts by the ranks, and this process's part of the gradients of all."""
 
     parts: list[Tensor]
     received: list[Tensor]
-    averages: Tensor
     first: int
     averaging: Averaging
     buffer: Tensor
@@ -64,9 +63,9 @@ class Exchange:
         parts = [buffer[rank * each : (rank + 1) * each] for rank in range(self._size)]
         own = parts[self.rank]
         received = [part[: len(own)] for part in self._space(bucket.index(), own, each)]
-        averages, received[self.rank] = received[self.rank], own
+        received.insert(self.rank, own)
         works = self._messages(parts, received)
-        self._sent.append(_Sent(parts, received, averages, each * self.rank, averaging, buffer, works))
+        self._sent.append(_Sent(parts, received, each * self.rank, averaging, buffer, works))
         done = self._sent[-1].done
         for sent in self._sent[-2:-1]:
             self._average(sent)
@@ -85,10 +84,10 @@ class Exchange:
         _wait(sent.works)
         own = sent.parts[self.rank]
         try:
-            sent.averaging(sent.first, sent.received, sent.averages)
+            # A map reads an element of its operands before it writes that of its result.
+            sent.averaging(sent.first, sent.received, own)
         except Exception as error:  # the others wait for the averages, and must know of it, whatever it is
             self._error = self._error or error
-        own.copy_(sent.averages)
         sent.works = self._messages([own] * self._size, sent.parts)
 
     def _require_no_error(self, device: torch.device) -> None:
@@ -118,10 +117,10 @@ class Exchange:
         return works
 
     def _space(self, index: int, like: Tensor, each: int) -> list[Tensor]:
-        """Return a tensor for what each process sends of a bucket, and one for averages, kept for the next step."""
+        """Return a tensor for what each other process sends of a bucket, kept for the next step."""
         kept = self._kept.get(index)
         if kept is None or (kept.shape[1], kept.dtype) != (each, like.dtype):
-            kept = self._kept[index] = like.new_empty(self._size, each)
+            kept = self._kept[index] = like.new_empty(self._size - 1, each)
         return list(kept.unbind())
 
 
