@@ -19,7 +19,6 @@ from typing import Any, Final
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -184,6 +183,9 @@ def _explained(graph: fx.GraphModule, error: Exception) -> CaptureError:
 
 def _inputs(graph: fx.GraphModule, wanted: Collection[int], shapes: Sequence[Any] | None) -> tuple[Any, list[Any]]:
     """Return a fake mode and inputs of the graph in it, symbolic where the graph's are unless their sizes are given."""
+    # Imported at the first derivative: a program that was loaded needs none, and no Dynamo.
+    from torch._dynamo.source import ConstantSource
+
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     symbols: dict[Any, Any] = {}
