@@ -429,9 +429,8 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "backend, jobs", [("threading", 2), ("threading", 3), pytest.param("loky", 2, marks=pytest.mark.long)]
-)
+@pytest.mark.part("nodes-threading-2", "elements-threading-3")
+@pytest.mark.parametrize("backend, jobs", [("threading", 2), ("threading", 3), ("loky", 2)])
 @pytest.mark.parametrize("search", SEARCHES)
 def test_workers_find_the_same_and_ask_the_check_the_same(backend: str, jobs: int, search: str) -> None:
     alone, asked = searched(1, **SEARCHES[search])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +63,29 @@ def test_a_linear_layer_and_its_gradients(text: str) -> None:
         assert any(same(a, c) and same(b, d) for c, d in found.values())
 
 
-@pytest.mark.parametrize("text", ["mxfp4:8", "mxfp4:8x16", "nvfp4:16x16", "int8:channel", "int8:tensor", "nvfp4"])
-def test_the_layout_of_operands_changes_no_bit(text: str) -> None:
-    """Of matrices, of many, and of images whose channels are adjacent, under blocks, tiles and scales of channels."""
+@cache
+def products() -> list[tuple[fxround.RoundedModule, tuple[Tensor, ...]]]:
+    """Products of matrices, of many, and of images whose channels are adjacent. Policies share their captures."""
     torch.manual_seed(0)
-    grouped = nn.Conv1d(32, 12, 3, groups=2, bias=False)
     binades = torch.exp2(torch.arange(32.0) - 10)
     calls: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
         (lambda a, b: a @ b, ((torch.randn(32, 48) * binades[:, None]).t(), torch.randn(16, 32).t())),
         (lambda a, b: a @ b, ((torch.randn(3, 32, 48) * binades[:, None]).mT, torch.randn(3, 16, 32).mT)),
-        (grouped, ((torch.randn(2, 20, 32) * binades).transpose(1, 2),)),
+        (nn.Conv1d(32, 12, 3, groups=2, bias=False), ((torch.randn(2, 20, 32) * binades).transpose(1, 2),)),
         (nn.Conv1d(32, 12, 3), ((torch.randn(2, 20, 32) * binades).transpose(1, 2),)),
     ]
+    return [(fxround.compile(function, "binary32"), operands) for function, operands in calls]
+
+
+@pytest.mark.parametrize("text", ["mxfp4:8", "mxfp4:8x16", "nvfp4:16x16", "int8:channel", "int8:tensor", "nvfp4"])
+def test_the_layout_of_operands_changes_no_bit(text: str) -> None:
+    """Under blocks, tiles and scales of channels."""
     policy = Policy("p", (Rule(rounding="binary32"), Rule(operator="contraction", operands=text)))
-    for function, operands in calls:
-        results = []
+    for known, operands in products():
+        compiled, results = known.with_policy(policy), []
         for given in (operands, [x.contiguous() for x in operands]):
             own = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in given]
-            y = fxround.compile(function, policy)(*own)
+            y = compiled(*own)
             y.square().sum().backward()
             # PyTorch computes the gradients of a transposed matrix as a transposed product, and tiles turn with it.
             results.append([y.detach(), *(x.grad for x in own if text != "mxfp4:8x16")])

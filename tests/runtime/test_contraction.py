@@ -190,7 +190,7 @@ def test_quick_kernels_equal_the_reference_on_every_instruction_set(accumulate: 
             )
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(9)
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("kind", ["normal", "cancelling", "special", "large", "small"])
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ The host runs the very text of the GPU (``cuda_host``), through the functions th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -216,9 +217,15 @@ def contraction(name: str) -> Contract:
     return contract_kernel(Accumulation.parse(accumulate), Rounding.parse(rounding), loads, result)
 
 
-def every_run() -> Iterator[Callable[[], object]]:
+def taken(request: pytest.FixtureRequest, test: Callable[..., None]) -> list[str]:
+    """The names among the cases of a test that this run takes; others need no text."""
+    cases: list[Any] = [item for item in request.session.items if getattr(item, "function", None) is test]
+    return list(dict.fromkeys(case.callspec.params["name"] for case in cases))
+
+
+def every_run(operators: Iterable[str], contractions: Iterable[str]) -> Iterator[Callable[[], object]]:
     """What the tests run, for the texts alone."""
-    for name in OPERATOR_KERNELS:
+    for name in operators:
         kernel = operator_kernel(name)
         yield partial(pointwise.run_kernel, kernel, [elements((70,), s, 0) for s in kernel.loads], KEY)
     for name in MAP_KERNELS:
@@ -233,20 +240,23 @@ def every_run() -> Iterator[Callable[[], object]]:
         yield partial(run_scan, accumulate, elements((2, 3, 2), "f32", 0))
     for row in SCATTER_KERNELS:
         yield partial(run_scatter, row)
-    for name, side in product(CONTRACT_KERNELS, SIDES):
+    for name, side in product(contractions, SIDES):
         yield partial(contract, name, 0, side)
 
 
 @pytest.fixture(scope="module")
-def scalars(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Functions:
-    return built(functions(), compiler, tmp_path_factory.mktemp("functions"))
+def scalars(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Functions:
+    names = (*taken(request, test_rounding_functions_equal_numpy), *RANDOM_FUNCTIONS)
+    return built({name: functions()[name] for name in names}, compiler, tmp_path_factory.mktemp("functions"))
 
 
 @pytest.fixture(scope="module")
-def host(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostLauncher]:
-    """A launcher that has all texts of this file; operators run through it."""
+def host(
+    request: pytest.FixtureRequest, compiler: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HostLauncher]:
+    """A launcher that has all texts of this run of the file; operators run through it."""
     found = HostLauncher(tmp_path_factory.mktemp("cuda"), compiler, seed=11)
-    prepare(found, *every_run())
+    prepare(found, *every_run(taken(request, test_every_operator), taken(request, test_contractions)))
     with launching(found):
         yield found
 

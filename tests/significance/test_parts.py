@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fxround
+from fxround import cli
 from fxround.significance.figures import plain
 
 
@@ -223,19 +224,24 @@ def test_the_array_of_jobs_in_the_document_gives_the_report_of_one_job(
     section = document.partition("### Parts of a study")[2]
     job, merger, *_ = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "fxround").write_text(f'#!/bin/sh\nexec {sys.executable} -m fxround "$@"\n')
+    (tmp_path / "fxround").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > arguments\n")
     (tmp_path / "fxround").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.chdir(tmp_path)
 
-    def in_bash(script: str) -> None:
-        subprocess.run(["bash", "-e"], input=script, cwd=tmp_path, text=True, check=True, capture_output=True)
+    def arguments_of(script: str) -> list[str]:
+        subprocess.run(["bash", "-e"], input=script, text=True, check=True, capture_output=True)
+        return Path("arguments").read_text().splitlines()
 
     assert "--array=0-1" in job
-    for task in range(2):
-        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
-        in_bash(job)
-    in_bash(merger)
+    # One of the jobs is another process; the other one, and the merger, are this process.
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    started = [sys.executable, "-m", "fxround", *arguments_of(job)]
+    subprocess.run(started, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    assert cli.main(arguments_of(job)) == 0
+    assert cli.main(arguments_of(merger)) == 0
     model, inputs = runpy.run_path(str(tmp_path / "net.py"))["build"]()
     whole = fxround.variability(model.eval(), inputs, samples=20, capture="layers")
     assert figures_of(fxround.load_report(tmp_path / "whole.report")) == figures_of(whole)

@@ -16,29 +16,35 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for path, name in names.items()}
 
 
-def imports(path: Path, running: bool = False) -> set[str]:
+@cache
+def imports(path: Path, running: bool = False) -> frozenset[str]:
     """The modules of fxround that a file imports at any level, ``from package import module`` included.
 
     running: whether to leave out what is imported for annotations alone.
     """
-    return {found for name in imported(path, running) if (found := resolve(name)) is not None}
+    return frozenset(found for name in imported(path, running) if (found := resolve(name)) is not None)
 
 
-def imported(path: Path, running: bool = False) -> set[str]:
+@cache
+def imported(path: Path, running: bool = False) -> frozenset[str]:
     """Every imported name, dotted: modules, what is taken from them, and what ``import_module`` is given."""
     names: set[str] = set()
     tree = ast.parse(path.read_text())
     if running:
         tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        if isinstance(node, ast.Call) and _last_name(node.func).endswith("import_module"):
             names |= {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
+
+
+def _last_name(called: ast.expr) -> str:
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
 
 
 def resolve(name: str) -> str | None:
