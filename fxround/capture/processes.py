@@ -160,6 +160,14 @@ def require_known_placement(name: str, tensor: Any, mesh: Any) -> None:
         raise CaptureError(
             f"{name} is a DTensor with the placement {placement}; expected Shard or Replicate: call redistribute first"
         )
+    shape, own = list(tensor.shape), own_shape(tensor)
+    if placement.is_shard():
+        shape[placement.dim] = share_of(shape[placement.dim], mesh.size(), mesh.get_local_rank()).own
+    if tuple(shape) != own:
+        raise CaptureError(
+            f"{name} is a DTensor of shape {tuple(tensor.shape)} with the placement {placement}, of which this process "
+            f"has {own}; expected {tuple(shape)}: make it by distribute_tensor, or by from_local of such parts"
+        )
 
 
 def own_shape(value: Any) -> tuple[int, ...] | None:
@@ -188,7 +196,8 @@ class Placement:
         if self.whole is None:
             return DTensor.from_local(own, mesh, [Shard(self.dim)], run_check=False)
         shape = torch.Size((*own.shape[: self.dim], self.whole, *own.shape[self.dim + 1 :]))
-        stride = torch.empty(shape, device="meta").stride()
+        order = sorted(range(own.dim()), key=own.stride, reverse=True)
+        stride = torch.empty_permuted(shape, order, device="meta").stride()
         return DTensor.from_local(own, mesh, [Shard(self.dim)], run_check=False, shape=shape, stride=stride)
 
 
@@ -313,6 +322,12 @@ def note_sharing(model: nn.Module, graph: fx.GraphModule, leaves: Sequence[Any])
             node.replace_all_uses_with(source)
             part.graph.erase_node(node)
         part.recompile()
+
+
+def is_shared_out(graph: fx.GraphModule) -> bool:
+    """Whether several processes share a parameter, buffer or argument of a captured graph (after ``note_sharing``)."""
+    notes = (node.meta.get(SHARING) for node in graph.graph.find_nodes(op="placeholder"))
+    return any(note is not None and note.processes > 1 for note in notes)
 
 
 def _origin(desc: Any, model: nn.Module, leaves: Sequence[Any]) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fxround.capture import Captured
 from fxround.capture.derivatives import gradients_of
 from fxround.capture.leftovers import forget_computed
+from fxround.capture.processes import is_shared_out
 from fxround.capture.torch_private import capturing
 from fxround.capture.undifferentiated import CONSTANT
 from fxround.errors import CaptureError, FxroundError
@@ -123,6 +124,12 @@ class Derivatives:
 
     def _require(self) -> None:
         """Raise FxroundError for what makes a second derivative impossible."""
+        if is_shared_out(self.captured.graph):
+            raise FxroundError(
+                "a gradient of a model that processes share cannot be differentiated again: each process would have "
+                "the derivative of its own part. Compute second derivatives with the model as it is before "
+                "parallelize_module or distribute_module."
+            )
         if self.captured.once:
             raise FxroundError(f"a gradient of this model cannot be differentiated again. {self.captured.once}.")
         if self.pipeline.policy.treats_gradients:

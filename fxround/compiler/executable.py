@@ -181,13 +181,18 @@ class Entry:
         """Return the model's result. leaves: the flat arguments if results share memory as the model's do."""
         if self._returns_one:
             return outputs[0]
-        results = [o for port, o in zip(self.captured.results, outputs, strict=True) if not port.mutation]
-        for position, placement in self.captured.placements.items():
-            assert self.partners is not None
-            results[position] = placement.of(results[position], self.partners.mesh)
+        results = self.placed([o for p, o in zip(self.captured.results, outputs, strict=True) if not p.mutation])
         if leaves is not None and self.captured.aliases:
             results = self.with_aliases(results, leaves)
         return pytree.tree_unflatten(results, self.captured.out_spec)
+
+    def placed(self, results: Sequence[Any]) -> list[Any]:
+        """Return the leaves of a result, given what this process has of each; some are DTensors."""
+        made = list(results)
+        for position, placement in self.captured.placements.items():
+            assert self.partners is not None
+            made[position] = placement.of(made[position], self.partners.mesh)
+        return made
 
     def with_aliases(self, results: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Return the leaves of a result; those that share memory are made of the tensors of the call.

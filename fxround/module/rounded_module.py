@@ -269,16 +269,17 @@ class RoundedModule(Reaching):
 
         def compute(rng: Tensor, _: bool) -> Any:
             results, spec = pytree.tree_flatten(entry.run(leaves, rng, aliased=False))
-            later = differentiable_later(results, entry.depending(sources), step, resolved(sources.values()), rng)
-            return pytree.tree_unflatten(entry.with_aliases(later, leaves), spec)
+            own = list(map(local, results))
+            later = differentiable_later(own, entry.depending(sources), step, resolved(sources.values()), rng)
+            return pytree.tree_unflatten(entry.with_aliases(entry.placed(later), leaves), spec)
 
         return self._drawing(compute)
 
     def _sources(self, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
-        """Return state by name and arguments by position, as ports name them."""
+        """Return what this process has of state, by name, and of arguments, by position, as ports name them."""
         named = (self.source.named_parameters, self.source.named_buffers)
         state = {(name, -1): local(t) for group in named for name, t in group(remove_duplicate=False)}
-        return state | {("", i): leaf for i, leaf in enumerate(leaves)}
+        return state | {("", i): local(leaf) for i, leaf in enumerate(leaves)}
 
     def prepare(self, *args: Any, **kwargs: Any) -> RoundedModule:
         """Capture the graph for arguments like these, without running it; returns the module itself.

@@ -377,6 +377,35 @@ def test_results_are_placed_as_in_pytorch(group: Callable[..., DeviceMesh]) -> N
         assert y.to_local().shape == stock.to_local().shape
 
 
+@pytest.mark.parametrize("rows", [6, 5])
+def test_eval_mode_has_gradients_of_dtensors(rows: int, group: Callable[..., DeviceMesh]) -> None:
+    """Those of training mode, made when a backward pass asks for them; results may be the argument, or transposed."""
+    model = _Transposed(distribute_module(nn.Linear(4, 8), group(2)))
+    compiled = fxround.compile(model, "reproducible_sharded")
+    found = []
+    for mode in (True, False):
+        x = distribute_tensor(torch.randn(rows, 4), model.layer.weight.device_mesh, [Shard(0)], src_data_rank=None)
+        x = (x * 0 + 1).requires_grad_()
+        y, same = compiled.train(mode)(x)
+        stock = model(x)[0]
+        assert same is x
+        assert (y.shape, y.placements, y.stride()) == (stock.shape, stock.placements, stock.stride())
+        (y * y).to_local().sum().backward()
+        found.append((y.to_local(), x.grad.to_local(), x.grad.placements, model.layer.weight.grad.placements))
+        model.zero_grad()
+    assert all(torch.equal(*pair) for pair in zip(found[0][:2], found[1][:2], strict=True))
+    assert found[0][2:] == found[1][2:] == ((Shard(0),), (Replicate(),))
+
+
+class _Transposed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).t(), x
+
+
 def test_dtensors_that_cannot_enter_are_refused(group: Callable[..., DeviceMesh]) -> None:
     mesh = group(2)
     model = distribute_module(nn.Linear(4, 8), mesh).requires_grad_(False)
@@ -387,6 +416,14 @@ def test_dtensors_that_cannot_enter_are_refused(group: Callable[..., DeviceMesh]
         CaptureError, match=r"argument 0 is a DTensor with the placement P.*expected Shard or Replicate"
     ):
         compiled(unfinished)
+    for rows, part in ((4, 3), (7, 3), (2, 0)):  # of which process 0 would have 2, 4 and 1
+        other = DTensor.from_local(
+            torch.ones(part, 4), mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 4)), stride=(4, 1)
+        )
+        with pytest.raises(
+            CaptureError, match=rf"of which this process has \({part}, 4\); expected \({-(-rows // 2)}, 4\)"
+        ):
+            compiled(other)
     with pytest.raises(CaptureError, match=r"argument 0 is a DTensor on .*, the parameters on "):
         compiled(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 1)), [Replicate()] * 2))
     with pytest.raises(CaptureError, match="argument 0 is a DTensor, and no parameter of the model is one"):
@@ -399,6 +436,25 @@ def test_dtensors_that_cannot_enter_are_refused(group: Callable[..., DeviceMesh]
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), square, [Shard(0), Replicate()]))
     with pytest.raises(CaptureError, match="weight is a DTensor on a mesh of 2 dimensions"):
         prepared(layer, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("plan", [ColwiseParallel, SequenceParallel])
+def test_a_second_derivative_would_be_that_of_a_part(plan: Any, group: Callable[..., DeviceMesh]) -> None:
+    """Its derivative by the weight of a norm is a sum over processes, where the gradient itself has none."""
+    layer = nn.LayerNorm(8) if plan is SequenceParallel else nn.Linear(8, 8)
+    compiled = prepared(parallelize_module(layer, group(2), plan()), torch.ones(2, 4, 8))
+    x = torch.ones(2, 4, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(compiled(x).square().sum(), x, create_graph=True)
+    with pytest.raises(FxroundError, match="a gradient of a model that processes share cannot be differentiated again"):
+        gradient.sum().backward()
+
+
+def test_one_process_has_second_derivatives(group: Callable[..., DeviceMesh]) -> None:
+    x = torch.ones(2, 4, 8, requires_grad=True)
+    layer = parallelize_module(nn.LayerNorm(8), group(1), SequenceParallel())
+    (gradient,) = torch.autograd.grad(prepared(layer, x)(x).square().sum(), x, create_graph=True)
+    gradient.sum().backward()
+    assert layer.weight.grad is not None
 
 
 class _InPlace(nn.Module):
