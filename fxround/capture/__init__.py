@@ -43,6 +43,7 @@ from fxround.capture.packed import as_tuples, packed_sequences
 from fxround.capture.processes import (
     LOCAL,
     Placement,
+    copied,
     define_apart,
     finished_sums,
     is_shared,
@@ -586,11 +587,11 @@ def _copied(leaf: Any, doubled: bool, position: int, symbolic: Collection[Dimens
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    if is_shared(leaf):
+        return copied(leaf)
     copy = leaf.detach().clone()
     copy = torch.cat([copy, copy]) if doubled and copy.dim() else copy
     copy.requires_grad_(leaf.requires_grad)
-    if is_shared(leaf):
-        return copy
     # Attributes of its own, which the model may read.
     vars(copy).update({name: value for name, value in vars(leaf).items() if not name.startswith("_dynamo")})
     for dimension in range(copy.dim()):

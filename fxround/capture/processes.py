@@ -176,6 +176,16 @@ def own_shape(value: Any) -> tuple[int, ...] | None:
     return tuple(own.shape) if isinstance(own, Tensor) else None
 
 
+def copied(shared: Any) -> Any:
+    """Return a copy of a DTensor, a leaf, of which this process has a part of the same strides."""
+    own = getattr(shared, LOCAL)
+    memory = own.untyped_storage().clone()
+    part = own.new_empty(0).set_(memory, own.storage_offset(), own.shape, own.stride())
+    placed = {"run_check": False, "shape": shared.shape, "stride": shared.stride()}
+    made = tensor_class().from_local(part, shared.device_mesh, shared.placements, **placed)
+    return made.requires_grad_(shared.requires_grad)
+
+
 @dataclass(frozen=True)
 class Placement:
     """How processes share a result of the model that is a DTensor.
@@ -308,6 +318,11 @@ def note_sharing(model: nn.Module, graph: fx.GraphModule, leaves: Sequence[Any])
     """
     mesh = mesh_of(model)
     if mesh is None:
+        if any(part.graph.find_nodes(op="call_function", target=_SHARED) for part in graphs_of(graph)):
+            raise CaptureError(
+                "the model computes with a DTensor that is no parameter, buffer or argument of it: make it a buffer "
+                "(register_buffer), or take to_local() or full_tensor() of it"
+            )
         return
     processes, rank = mesh.size(), mesh.get_local_rank()
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -421,7 +436,8 @@ def part_gradients(model: nn.Module, graph: fx.GraphModule, leaves: Sequence[Any
         if not is_whole:
             raise CaptureError(
                 f"the gradient of {name} is in parts of shape {shape}, and {name} in parts of shape {own} "
-                f"({origin.placements[0]}): let the plan share what the layer reads as it shares its weight"
+                f"({origin.placements[0]}): let the plan share what the layer reads as it shares its "
+                "weight, or redistribute the argument"
             )
         dim, mesh = origin.placements[0].dim, origin.device_mesh
         begin = share_of(shape[dim], mesh.size(), mesh.get_local_rank()).first

@@ -457,6 +457,34 @@ def test_one_process_has_second_derivatives(group: Callable[..., DeviceMesh]) ->
     assert layer.weight.grad is not None
 
 
+def test_dtensors_with_gaps_between_the_elements_of_a_part(group: Callable[..., DeviceMesh]) -> None:
+    """As tokens[:, :-1], the input of a language model."""
+    mesh = group(2)
+    model = distribute_module(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 3)), mesh)
+    compiled = fxround.compile(model.requires_grad_(False), "reproducible_sharded")
+    tokens = torch.arange(36).reshape(4, 9) % 20
+    shared = distribute_tensor(tokens, mesh, [Shard(0)], src_data_rank=None)
+    dense = distribute_tensor(tokens[:, :-1].contiguous(), mesh, [Shard(0)], src_data_rank=None)
+    y = compiled(shared[:, :-1])
+    assert (y.shape, y.placements) == ((4, 8, 3), (Shard(0),))
+    assert torch.equal(y.to_local(), compiled(dense).to_local())
+
+
+class _Holds(nn.Module):
+    def __init__(self, shared: Tensor) -> None:
+        super().__init__()
+        self.held = [shared]
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.held[0].redistribute(placements=[Replicate()]).to_local()  # type: ignore[operator]
+
+
+def test_a_dtensor_that_is_no_state_of_the_model_is_refused(group: Callable[..., DeviceMesh]) -> None:
+    model = _Holds(distribute_tensor(torch.ones(4), group(2), [Shard(0)], src_data_rank=None))
+    with pytest.raises(CaptureError, match=r"a DTensor that is no parameter, buffer or argument of it: .*buffer"):
+        fxround.compile(model, "stochastic", strict=False)(torch.ones(3, 4))
+
+
 class _InPlace(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
