@@ -131,6 +131,7 @@ def _map_of(
     values: dict[str, Expr] = {f"x{i}": load(e, s) for i, (e, s) in enumerate(zip(elements, loads, strict=True))}
     randoms: list[Expr] = []
     drawn: list[Word] = []
+    grids = _grids(program, loads, carrier)
     plain, wide = ({carrier, *(CARRIER_OF[s] for s in loads)} == {one} for one in ("f32", "f64"))
     for number, (s, word) in enumerate(zip(program.statements, words, strict=True)):
         random = param(f"r{number}", "u32") if draws(s) else None
@@ -141,9 +142,12 @@ def _map_of(
         free = plain and _only_computed(s.target, program)
         any_nan = free and s.operator in _NATIVE and str(s.rounding) == HARDWARE
         value = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
-        if plain and s.rounding is not None:
+        alike = (plain or wide) and s.rounding is not None and _is_sum_of_its_format(s, s.rounding, grids, carrier)
+        if alike and s.rounding is not None:
+            value = _sum_in_carrier(s, s.rounding, operands, free)
+        elif plain and s.rounding is not None:
             value = _in_binary32(s, s.rounding, operands, free, powers, random, value)
-        if wide and s.rounding is not None and short_rounding.is_short(s.rounding, CARRIERS["f64"]):
+        elif wide and s.rounding is not None and short_rounding.is_short(s.rounding, CARRIERS["f64"]):
             value = _short(s, operands, False, (), value)
         values[s.target] = value
         if single and s.rounding is not None and random is not None and has_single_value(s.operator, s.rounding):
@@ -151,6 +155,36 @@ def _map_of(
     stored = tuple(store(values[name], result) for name, result in zip(program.results, results, strict=True))
     computed = tuple(values[s.target] for s in program.statements)
     return Map(Function("map", (*elements, *randoms), stored), loads, results, tuple(drawn), computed)
+
+
+def _is_sum_of_its_format(s: Statement, rounding: Rounding, grids: dict[str, Format], carrier: Type) -> bool:
+    """Whether a statement adds values of the format that it rounds to nearest, of half of the carrier's precision.
+
+    Then the carrier's sum, rounded again, is the sum rounded once: for a precision p, 2 p + 1 bits are enough
+    (Figueroa, SIGNUM Newsletter 30(3), 1995). A sum that is subnormal in the format is a multiple of its quantum, and
+    exact.
+    """
+    fmt = rounding.format
+    nearest = s.operator in ("add", "sub") and rounding.mode.name == "nearest_even" and fmt.is_grid
+    known = [grids[o] for o in s.operands if isinstance(o, str)]
+    numbers = [o for o in s.operands if not isinstance(o, str)]
+    enough = 2 * fmt.precision + 1 <= CARRIERS[carrier].format.precision
+    return (
+        nearest
+        and enough
+        and fmt.precision > 1
+        and fmt.subnormals
+        and fmt.has_minus_zero
+        and _holds(fmt, known, numbers)
+    )
+
+
+def _sum_in_carrier(s: Statement, rounding: Rounding, operands: tuple[Expr, ...], any_nan: bool) -> Expr:
+    """Return the value of a statement that ``_is_sum_of_its_format``."""
+    total = NEAREST[s.operator](*operands)
+    if short_rounding.is_short(rounding, CARRIERS[total.type]):
+        return short_rounding.identity(total, rounding, any_nan)
+    return apply("identity", (total,), rounding, total.type)
 
 
 def _in_binary32(

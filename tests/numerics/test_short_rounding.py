@@ -105,6 +105,33 @@ def test_results_beside_ties(dtype: Any, name: str, text: str) -> None:
         assert same(found, [exact(a, b) for a, b in zip(*(o.double().tolist() for o in operands), strict=True)])
 
 
+@pytest.mark.parametrize("text", [*ROUNDINGS, "bfloat16", "binary16", "binary32", "ieee(7,11)", "e8m0fnu"])
+@pytest.mark.parametrize("name", ["add", "sub"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_of_values_of_the_format(dtype: Any, name: str, text: str) -> None:
+    """Numbers that are apart by any power of two, among them those beside which a sum would be a tie in the dtype."""
+    rounding, rng = Rounding.parse(text), np.random.default_rng(3)
+    fmt = rounding.format
+    with np.errstate(all="ignore"):
+        x = edges(rounding, rng, dtype).numpy()
+        x = np.concatenate([x, np.exp2(rng.integers(fmt.emin, fmt.emax + 1, len(x))).astype(dtype)])
+        apart = np.exp2(-rng.integers(0, min(70, fmt.emax - fmt.emin + fmt.precision), len(x)).astype(float))
+        other = dtype(x * apart * rng.choice([1, -1, 0.5, 0.75, -1.25], len(x)))
+    program = Program.parse(f"t0 = identity(x0) @ {text}; t1 = identity(x1) @ {text}; t2 = {name}(t0, t1) @ {text}")
+    found = run_map(program, (torch.from_numpy(x), torch.from_numpy(other)), torch.from_numpy(x).dtype, Draw())
+
+    def exact(a: float, b: float) -> float:
+        a, b = round_float(a, rounding), round_float(b, rounding)
+        result = EXACT[name](a, b)
+        if not math.isfinite(result) or result == 0:
+            return round_float(result, rounding)
+        value = EXACT[name](Fraction(a), Fraction(b))
+        return round_exact(value, value < 0, rounding)
+
+    with np.errstate(all="ignore"):
+        assert same(found, [exact(a, b) for a, b in zip(x.astype(float), other.astype(float), strict=True)])
+
+
 def test_quotients_by_powers_of_two() -> None:
     """The scale of a block from its least to its largest value, and elements up to those that overflow or vanish."""
     text = "e4m3fn/nearest_even/saturate"
