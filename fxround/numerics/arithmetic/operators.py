@@ -267,7 +267,8 @@ def apply(
         return value
     if str(rounding) == HARDWARE:
         return _short(operator, args, value, rounding)
-    return _bracketed(operator.quick(*operands), value, rounding, random)
+    single = operator.single(*args) if operator.single is not None and rounding.format == _BINARY32 else None
+    return _bracketed(operator.quick(*operands), single, value, rounding, random)
 
 
 def _nearest_binary64(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding) -> Expr:
@@ -303,8 +304,8 @@ def _unless(doubtful: Expr, quick: Quick, rounding: Rounding, value: Expr, short
     return rarely(doubtful, value, short)
 
 
-def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | None) -> Expr:
-    """Return ``value`` by the short evaluation where both ends of the interval that it is good to round alike.
+def _bracketed(quick: Quick, single: Single | None, value: Expr, rounding: Rounding, random: Expr | None) -> Expr:
+    """Return ``value`` by the short evaluations where both ends of the interval that one is good to round alike.
 
     Every mode is monotone for given random bits, so what lies between the ends rounds as they do (Ziv 1991).
     """
@@ -312,7 +313,10 @@ def _bracketed(quick: Quick, value: Expr, rounding: Rounding, random: Expr | Non
         return value
     low, high = (round_inside(end, rounding, random) for end in quick.ends(rounding.mode.graded))
     doubtful = ~bits(low).equals(bits(high)) | ~quick.trusted | near_the_ends(quick.value, rounding, CARRIERS["f64"])
-    return _unless(doubtful, quick, rounding, value, narrow(low))
+    first = None if single is None else single.rounded(rounding.mode, random)
+    if first is None:
+        return _unless(doubtful, quick, rounding, value, narrow(low))
+    return _unless(first.doubtful, quick, rounding, rarely(doubtful, value, narrow(low)), first.value)
 
 
 def _beyond(operator: Operator, operands: tuple[Expr, ...], rounding: Rounding, random: Expr | None) -> Expr:

@@ -1,8 +1,17 @@
-"""Evaluations in binary32 alone, for binary32 to nearest even: an interval, and whether it rounds to one number.
+"""Evaluations in binary32 alone, for roundings to binary32: an interval, and whether it rounds to one number.
 
 A ``Single`` is an interval [head + low, head + high] that holds the exact value wherever it is ``trusted``. Rounding is
 monotone, so where both ends round to the same binary32 number, the exact value rounds to it too (Ziv 1991). Elsewhere,
 in about one lane of a thousand, ``quick`` decides in binary64.
+
+Other modes than nearest even look at s, the number nearest to the lower end, and at what both ends are more than s, lo
+and hi: lo is exact (Dekker), hi is off by 2^-24 of itself, and its sign is right. A directed mode returns s or a
+neighbour, as the signs of lo and hi agree on. For ``stochastic``, let q be the quantum above s, and u < 1 the random
+word; the general algorithm truncates v + u q to a multiple of q, with 29 bits of u and v rounded to binary64, which is
+off by less than 2^-28 q. Here u has 23 bits, 2^-23 less at most, and v / q + u - 1/2 is rounded to 2^-25 and then to an
+integer, once 2^-21 below the lower end and once above the upper one. If both integers are alike, so is the general
+algorithm's. If s is a power of two and lo < 0, the quantum below s is another one, and these lanes are doubtful. For
+s from 2^-90 on, every part that counts is normal.
 
 A value is a head and a tail, kept apart by error-free transformations, so that a few units of 2^-24 of the tail are
 lost; each function states the sum that makes the interval's half width. ``trusted`` excludes arguments for which a part
@@ -32,6 +41,7 @@ from fxround.numerics.arithmetic.scalar import (
 from fxround.numerics.elementary.coefficients import COEFFICIENTS
 from fxround.numerics.elementary.pairs import Pair, fast_two_sum, two_product, two_sum
 from fxround.numerics.elementary.single_tables import ENTRIES
+from fxround.numerics.modes import Mode
 
 
 def _nearest(value: float) -> float:
@@ -77,13 +87,28 @@ _ERF_BOUND: Final = 2.0**-38
 _ERF_REST: Final = 5.5 * 2.0**-24
 _SMALL: Final = (127 - 90) << 23
 
+# Other modes than nearest even look at the interval if s has at least the first of these codes, and is below the second
+# one, or below 1 if the function has a sign: tanh and erf are cut off where s is 1.
+_LEAST: Final = (127 - 90) << 23
+_PAST: Final = 253 << 23
+_ONE: Final = 127 << 23
+_TOWARD: Final = ("toward_zero", "toward_positive", "toward_negative", "away_from_zero")
+_MARGIN: Final = 2.0**-21
+
+
+class Rounded(NamedTuple):
+    """A rounded value, f32, and whether it is ``doubtful`` (bool), where it means nothing."""
+
+    value: Expr
+    doubtful: Expr
+
 
 @dataclass(frozen=True)
 class Single:
     """An interval [head + low, head + high] (f32) that holds the exact value where ``trusted`` holds.
 
     ``trusted`` is a bool; None means everywhere. If ``sign`` (u32) is given, the interval holds |value|, and ``sign``
-    is the sign bit.
+    is the sign bit. ``positive``: the interval has no negative numbers.
     """
 
     head: Expr
@@ -91,6 +116,7 @@ class Single:
     high: Expr
     trusted: Expr | None = None
     sign: Expr | None = None
+    positive: bool = True
 
     @property
     def value(self) -> Expr:
@@ -102,6 +128,47 @@ class Single:
         """Whether the ends round to different numbers, or the interval is not trusted."""
         same = (self.head + self.low).equals(self.head + self.high)
         return ~(same if self.trusted is None else same & self.trusted)
+
+    def rounded(self, mode: Mode, random: Expr | None) -> Rounded | None:
+        """Return the value rounded to binary32 by another mode than nearest even; None if there is no such way."""
+        if not self.positive or mode.name not in (*_TOWARD, "stochastic"):
+            return None
+        nearest = self.head + self.low
+        rest = self.head - nearest
+        low, high = rest + self.low, rest + self.high
+        code = bits(nearest)
+        if mode.name == "stochastic":
+            assert random is not None
+            value, doubtful = _drawn(code, low, high, random)
+        else:
+            value, doubtful = self._directed(mode.name, code, low, high)
+        past = _PAST if self.sign is None else _ONE
+        outside = const("u32", past - _LEAST) <= code - _LEAST
+        doubtful = doubtful | outside if self.trusted is None else doubtful | outside | ~self.trusted
+        return Rounded(from_bits(value if self.sign is None else value | self.sign), doubtful)
+
+    def _directed(self, mode: str, code: Expr, low: Expr, high: Expr) -> Rounded:
+        """Return the code of the magnitude towards zero, or away from it, and whether the ends disagree."""
+        inward = Rounded(select(low < 0.0, code - 1, code), (low < 0.0) & ~(high < 0.0))
+        outward = Rounded(select(high > 0.0, code + 1, code), (high > 0.0) & ~(low > 0.0))
+        if mode == "toward_zero":
+            return inward
+        if mode == "away_from_zero":
+            return outward
+        up, down = (outward, inward) if mode == "toward_positive" else (inward, outward)
+        if self.sign is None:
+            return up
+        return Rounded(*(select(self.sign.equals(0), x, y) for x, y in zip(up, down, strict=True)))
+
+
+def _drawn(code: Expr, low: Expr, high: Expr, random: Expr) -> Rounded:
+    """Return the code of the magnitude that is drawn, and whether the ends disagree."""
+    scale = from_bits(const("u32", 254 + 23 << 23) - (code & (0xFF << 23)))
+    drawn = from_bits((random >> 9) | (127 << 23))
+    ends = (low, drawn - (1.5 + _MARGIN)), (high, drawn - (1.5 - _MARGIN))
+    first, last = (bits(fma(end, scale, place) + SHIFTER) for end, place in ends)
+    power = (code & (1 << 23) - 1).equals(0) & (low < 0.0)
+    return Rounded(code + (first - bits(const("f32", SHIFTER))), ~first.equals(last) | power)
 
 
 def _polynomial(x: Expr, name: str) -> Expr:
@@ -209,7 +276,7 @@ def log(x: Expr) -> Single:
     head = fast_two_sum(whole, f)
     tail = (head.lo + product.lo) + fma(square, _polynomial(near, "single_log"), low)
     width = fma(absolute(whole), _LOG_BOUND, square * _LOG_REST)
-    return Single(head.hi, tail - width, tail + width, (bits(x) - (1 << 23)) < (0xFE << 23))
+    return Single(head.hi, tail - width, tail + width, (bits(x) - (1 << 23)) < (0xFE << 23), positive=False)
 
 
 def erf(x: Expr) -> Single:
