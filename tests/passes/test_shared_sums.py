@@ -92,8 +92,8 @@ CASES = {
 }
 
 
-# What two processes run, in every run of the tests: a model of several layers under one policy, which draws, and MLP
-# under the others. Four and eight processes run all.
+# What two processes run, in every run of the tests: of models of several layers, one policy, which draws; of MLP, all
+# but two, whose rounding, mode and order "uneven" has. Four and eight processes run all.
 OF_TWO = {
     "MLP": ("reproducible_sharded", "narrow sums", "wide sums", "stochastic", "blocks"),
     "MLP of bfloat16": ("reproducible_sharded",),
