@@ -143,8 +143,9 @@ def _map_of(
         any_nan = free and s.operator in _NATIVE and str(s.rounding) == HARDWARE
         value = apply(s.operator, operands, s.rounding, carrier, random, any_nan)
         alike = (plain or wide) and s.rounding is not None and _is_sum_of_its_format(s, s.rounding, grids, carrier)
-        if alike and s.rounding is not None:
-            value = _sum_in_carrier(s, s.rounding, operands, free)
+        scaled = plain and s.rounding is not None and _is_exactly_scaled(s, s.rounding, grids, powers)
+        if (alike or scaled) and s.rounding is not None:
+            value = _rounded_again(s, s.rounding, operands, free)
         elif plain and s.rounding is not None:
             value = _in_binary32(s, s.rounding, operands, free, powers, random, value)
         elif wide and s.rounding is not None and short_rounding.is_short(s.rounding, CARRIERS["f64"]):
@@ -179,12 +180,27 @@ def _is_sum_of_its_format(s: Statement, rounding: Rounding, grids: dict[str, For
     )
 
 
-def _sum_in_carrier(s: Statement, rounding: Rounding, operands: tuple[Expr, ...], any_nan: bool) -> Expr:
-    """Return the value of a statement that ``_is_sum_of_its_format``."""
-    total = NEAREST[s.operator](*operands)
-    if short_rounding.is_short(rounding, CARRIERS[total.type]):
-        return short_rounding.identity(total, rounding, any_nan)
-    return apply("identity", (total,), rounding, total.type)
+def _is_exactly_scaled(s: Statement, rounding: Rounding, grids: dict[str, Format], powers: tuple[str, ...]) -> bool:
+    """Whether a statement multiplies values of a format by a power of two, and binary32 has the exact product.
+
+    The power is at least 2^-127, so that the product is a multiple of binary32's least number. A product beyond
+    binary32 is an infinity, and one of the rounding, too.
+    """
+    if s.operator != "mul" or s.operands[1] not in powers or not isinstance(s.operands[0], str):
+        return False
+    fmt, carrier = grids[s.operands[0]], CARRIERS["f32"].format
+    least = fmt.emin - fmt.precision + 1 - 127
+    exact = fmt.is_grid and fmt.precision <= carrier.precision and least >= carrier.quantum_exponent
+    infinite = rounding.mode.name == "nearest_even" and rounding.overflow == "inf"
+    return exact and infinite and rounding.format.precision < carrier.precision and rounding.format.within(carrier)
+
+
+def _rounded_again(s: Statement, rounding: Rounding, operands: tuple[Expr, ...], any_nan: bool) -> Expr:
+    """Return the carrier's value of a statement, rounded to nearest again."""
+    value = NEAREST[s.operator](*operands)
+    if short_rounding.is_short(rounding, CARRIERS[value.type]):
+        return short_rounding.identity(value, rounding, any_nan)
+    return apply("identity", (value,), rounding, value.type)
 
 
 def _in_binary32(

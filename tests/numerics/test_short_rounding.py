@@ -146,6 +146,23 @@ def test_quotients_by_powers_of_two() -> None:
     assert same(found, [round_float(float(q), rounding) for q in quotients])
 
 
+@pytest.mark.parametrize("result", ["bfloat16", "binary16", "ieee(5,6)", "e5m2", "bfloat16/toward_zero", "e4m3fn"])
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2", "e2m1fn", "bfloat16"])
+def test_products_with_powers_of_two(element: str, result: str) -> None:
+    """All powers, so that products are subnormal, vanish and overflow; bfloat16's may be too small for binary32."""
+    of_elements, rounding, rng = Rounding.parse(element), Rounding.parse(result), np.random.default_rng(2)
+    powers = np.repeat(np.exp2(np.arange(-127, 128)), 12).astype(np.float32)
+    x = rng.choice(edges(of_elements, rng).numpy(), len(powers))
+    special = np.array([np.nan, np.inf, -np.inf, 1.0], np.float32)
+    x, powers = np.concatenate([x, special]), np.concatenate([powers, [1, 4, 4, np.nan]]).astype(np.float32)
+    program = Program.parse(f"t0 = identity(x0) @ {element}; t1 = mul(t0, x1) @ {result}")
+    kernel = map_kernel(program, ("f32", "f32"), "f32", ("x1",))
+    (found,) = run_kernel(kernel, [torch.from_numpy(x), torch.from_numpy(powers)], Draw().key())
+    factors = [round_float(float(a), of_elements) for a in x]
+    # Exact in binary64: 24 bits, and no exponent below -260.
+    assert same(found, [round_float(a * float(p), rounding) for a, p in zip(factors, powers, strict=True)])
+
+
 def test_other_roundings_keep_the_general_algorithm() -> None:
     # Fields that the algorithm cannot serve: no zeros with signs, ties of one bit, binary32's exponents, other modes.
     for text in ("e4m3fnuz/nearest_even/nan", "e8m0fnu", "bfloat16", "e4m3fn/stochastic", "e4m3fn/nearest_away", "nf4"):
