@@ -207,8 +207,10 @@ def test_binary64_draws_the_same_without_a_look_at_the_range(accumulate: str, ki
         a[rng.random(shape) < 0.05] = math.inf
         a[rng.random(shape) < 0.05] = math.nan
         a[rng.random(shape) < 0.3] = -0.0
-    if kind in ("large", "small"):
-        a *= np.exp2(rng.integers(*{"large": (390, 600), "small": (-600, -370)}[kind], shape))
+    if kind in ("large", "small"):  # some products of which only together with the other operand
+        powers = {"large": (390, 600), "small": (-600, -370)}[kind]
+        a *= np.exp2(rng.integers(*powers, shape))
+        b *= np.exp2(np.where(rng.random(b.shape) < 0.5, rng.integers(*powers, b.shape), 0))
     for loads in (("f64", "f64"), ("f32", "f64")) if kind != "large" else (("f64", "f64"),):
         kernel = contract_kernel(Accumulation.parse(accumulate), Rounding.parse("binary64"), loads, "f64")
         assert kernel.quick is not None and kernel.quick.bounded
