@@ -233,6 +233,28 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     subprocess.run(command, check=True, timeout=120)
 
 
+FORKED_BEFORE = """
+import os, signal, torch
+torch.set_num_threads(2)
+
+x, rng, large = torch.randn(200, 300), torch.tensor([3, 4]), torch.ones(1 << 20).add_(1)
+child = os.fork()
+if child == 0:
+    signal.alarm(100)
+    from fxround.runtime.cpu import threads
+    torch.ops.fxround.matmul(x, x.t(), "binary32/stochastic", "binary32/nearest_even", rng, 1)
+    os._exit(0 if len(threads._pool()._threads) == 1 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_that_was_forked_before_the_import_has_threads_of_its_own() -> None:
+    """It waited for ever for PyTorch's threads, which only its parent has."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED_BEFORE]
+    subprocess.run(command, check=True, timeout=120)
+
+
 WAITING = """
 import os, torch, fxround
 from fxround.runtime.cpu import threads

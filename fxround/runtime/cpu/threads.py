@@ -41,6 +41,8 @@ _LOCK: Final = waited_for()
 _SOFT: Final = 1
 # Set in a process that was forked: OpenMP would wait there for threads that only the parent has.
 _FORKED: Final = threading.Event()
+# PF_FORKNOEXEC of the flags in /proc/self/stat.
+_NO_PROGRAM: Final = 0x40
 
 
 def pieces_of(items: int, enough: int) -> int:
@@ -109,7 +111,7 @@ class _Pool:
         self._address = start + -start % (8 * LINE)
         self._threads: list[threading.Thread] = []
         self._libc = _semaphores()
-        self._pause = None if _FORKED.is_set() else _pausing()
+        self._pause = None if _FORKED.is_set() or _runs_no_program() else _pausing()
         self._processors = _processors()
         # Without semaphores no thread can sleep: callers work alone.
         self._closed = self._libc is None
@@ -172,6 +174,19 @@ def _pausing() -> Callable[[int], int] | None:
         return ctypes.CDLL(str(library)).omp_pause_resource_all
     except (OSError, AttributeError):
         return None
+
+
+def _runs_no_program() -> bool:
+    """Whether this process is a fork that has not begun another program, by what Linux says of its first thread.
+
+    The process may be a fork of one without fxround, so that no function of ours was called in it.
+    """
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    # After the name in parentheses: the state, five numbers of other processes, and the flags.
+    return bool(int(stat.rpartition(")")[2].split()[6]) & _NO_PROGRAM)
 
 
 def _processors() -> int:

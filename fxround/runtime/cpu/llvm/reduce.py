@@ -40,9 +40,8 @@ from fxround.runtime.cpu.llvm.streams import Streams, advance, apply
 
 # Registers of adjacent lines to use where there are many lines.
 WIDE: Final = 8
-# Lines that are walked together where a step draws, or has more than this number of operators.
+# Lines of adjacent elements that are walked together.
 TOGETHER: Final = 4
-_SHORT: Final = 4
 # How many elements ahead of the present one are prefetched.
 AHEAD: Final = 8
 
