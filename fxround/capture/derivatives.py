@@ -183,7 +183,7 @@ def _explained(graph: fx.GraphModule, error: Exception) -> CaptureError:
 
 def _inputs(graph: fx.GraphModule, wanted: Collection[int], shapes: Sequence[Any] | None) -> tuple[Any, list[Any]]:
     """Return a fake mode and inputs of the graph in it, symbolic where the graph's are unless their sizes are given."""
-    # Imported at the first derivative: a program that was loaded needs none, and no Dynamo.
+    # Imported at the first derivative, because it imports Dynamo.
     from torch._dynamo.source import ConstantSource
 
     environment = ShapeEnv()
