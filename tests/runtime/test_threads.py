@@ -227,12 +227,6 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", FORKING]
-    subprocess.run(command, check=True, timeout=120)
-
-
 FORKED_BEFORE = """
 import os, signal, torch
 torch.set_num_threads(2)
@@ -249,10 +243,10 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_that_was_forked_before_the_import_has_threads_of_its_own() -> None:
-    """It waited for ever for PyTorch's threads, which only its parent has."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKED_BEFORE]
-    subprocess.run(command, check=True, timeout=120)
+@pytest.mark.parametrize("program", [FORKING, FORKED_BEFORE], ids=["after the import", "before the import"])
+def test_a_forked_child_has_threads_of_its_own(program: str) -> None:
+    """Nor does it wait for ever for PyTorch's threads, which only its parent has."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=120)
 
 
 WAITING = """
