@@ -423,11 +423,11 @@ def part_gradients(model: nn.Module, graph: fx.GraphModule, leaves: Sequence[Any
     output = graph.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     for i, (node, desc) in enumerate(zip(results, output.meta["desc"], strict=True)):
-        source = getattr(getattr(desc, "base", None), "grad_of", None)
+        source: Any = getattr(getattr(desc, "base", None), "grad_of", None)
         origin = _origin(source, model, leaves) if getattr(desc, "attr", "") == LOCAL else None
         if origin is None or not isinstance(node, fx.Node):
             continue
-        name = getattr(source, "target", None) or f"argument {source.idx}"  # type: ignore[union-attr]
+        name = getattr(source, "target", None) or f"argument {source.idx}"
         shape, own = tuple(node.meta["val"].shape), tuple(origin._local_tensor.shape)
         # What one process has may be all of it, if the others have nothing.
         is_whole = is_part(origin) and shape == tuple(origin.shape)

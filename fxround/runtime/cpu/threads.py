@@ -177,14 +177,14 @@ def _pausing() -> Callable[[int], int] | None:
 
 
 def _runs_no_program() -> bool:
-    """Whether this process is a fork that has not begun another program, by what Linux says of its first thread.
+    """Whether this process is, or may be, a fork that has not begun another program, by what Linux says of it.
 
     The process may be a fork of one without fxround, so that no function of ours was called in it.
     """
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
+        return True  # not known: to wait for threads that do not exist would be for ever
     # After the name in parentheses: the state, five numbers of other processes, and the flags.
     return bool(int(stat.rpartition(")")[2].split()[6]) & _NO_PROGRAM)
 
