@@ -181,8 +181,10 @@ def copied(shared: Any) -> Any:
     own = getattr(shared, LOCAL)
     memory = own.untyped_storage().clone()
     part = own.new_empty(0).set_(memory, own.storage_offset(), own.shape, own.stride())
-    placed = {"run_check": False, "shape": shared.shape, "stride": shared.stride()}
-    made = tensor_class().from_local(part, shared.device_mesh, shared.placements, **placed)
+    # from_local would give dimensions of one element other strides.
+    names, context = shared.__tensor_flatten__()
+    inner = {name: getattr(shared, name) for name in names} | {LOCAL: part}
+    made = type(shared).__tensor_unflatten__(inner, context, shared.shape, shared.stride())
     return made.requires_grad_(shared.requires_grad)
 
 

@@ -222,6 +222,16 @@ _ADVICE: Final = (
         "let processes share features, or the first dimension, not the positions of several sequences: the sums over "
         "them would have another order than in one process",
     ),
+    (
+        "not in returned outputs DTensor(",
+        "let the model keep the dimension of which each process has a part: cross_entropy(logits.transpose(1, 2), "
+        "labels) in place of cross_entropy(logits.flatten(0, 1), labels.flatten())",
+    ),
+    (
+        "distribute_tensor(",
+        "convert tensors in the model and in input_fn by DTensor.from_local(x, mesh, [Replicate()], run_check=False)"
+        ".redistribute(placements=...), which has gradients; or pass DTensors as arguments",
+    ),
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
     ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
     (

@@ -23,6 +23,7 @@ from fxround.capture.aliases import aliases_of, positions_of
 from fxround.capture.dynamo import alone
 from fxround.capture.gradient_marks import mark_values
 from fxround.capture.loops import own_loops
+from fxround.capture.processes import is_shared
 from fxround.capture.refusals import explained, refuse_unsupported_tensors
 from fxround.capture.torch_private import (
     copy_results,
@@ -50,6 +51,11 @@ def received(
     """
     name, model = traced_frame()
     _refuse_parts(graph, name)
+    if any(map(is_shared, inputs)):
+        raise CaptureError(
+            "the model computes with tensors that several processes share (DTensor), which a backend of torch.compile "
+            "does not take: call fxround.compile(model, policy) in place of torch.compile"
+        )
     refuse_unsupported_tensors(nn.Module(), inputs, {})
     with alone(name), uncollected():
         captured = _captured(graph, inputs, decompositions, marked, model)

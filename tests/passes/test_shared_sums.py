@@ -375,6 +375,10 @@ def test_results_are_placed_as_in_pytorch(group: Callable[..., DeviceMesh]) -> N
         y, stock = compiled(x), whole(x)
         assert (y.shape, y.placements, y.stride()) == (stock.shape, stock.placements, stock.stride())
         assert y.to_local().shape == stock.to_local().shape
+    # The part of one row, of some columns, has the strides of the whole.
+    row = distribute_tensor(torch.ones(1, 4), mesh, [Shard(1)], src_data_rank=None)
+    assert row._local_tensor.stride() == (4, 1)
+    assert compiled(row).placements == (Replicate(),)
 
 
 @pytest.mark.parametrize("rows", [6, 5])
@@ -404,6 +408,35 @@ class _Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.layer(x).t(), x
+
+
+class _Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 16), nn.Linear(16, 20)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embedding(tokens))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_refusals_of_shared_models_say_what_to_write(group: Callable[..., DeviceMesh]) -> None:
+    mesh = group(2)
+    tokens, labels = (
+        distribute_tensor(torch.randint(20, (4, 8)), mesh, [Shard(1)], src_data_rank=None) for _ in range(2)
+    )
+    flattened = distribute_module(_Flattened(), mesh)
+    with pytest.raises(CaptureError, match=r"change  .*cross_entropy\(logits.transpose\(1, 2\), labels\)"):
+        fxround.compile(flattened, "reproducible_sharded", example_inputs=(tokens, labels))
+
+    def converted(module: Any, args: Any, mesh: DeviceMesh) -> Any:
+        return (distribute_tensor(args[0], mesh, [Shard(0)]),)
+
+    with pytest.raises(CaptureError, match=r"change  convert tensors .* by DTensor.from_local"):
+        prepared(distribute_module(nn.Linear(4, 8), mesh, input_fn=converted), torch.ones(4, 4))
+    shared = distribute_module(nn.Linear(4, 8), mesh)
+    with pytest.raises(CaptureError, match=r"computes with tensors that several .* call fxround.compile"):
+        torch.compile(shared, backend="fxround", options={"policy": "bfloat16"})(tokens.to(torch.float32)[:, :4])
 
 
 def test_dtensors_that_cannot_enter_are_refused(group: Callable[..., DeviceMesh]) -> None:
