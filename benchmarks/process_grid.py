@@ -242,17 +242,6 @@ class _Cell:
         way = self.way if size or self.way == "tensor" else "DDP"  # what shares nothing is trained once
         return folder / f"{self.model}-{way}-{self.policy}-{size}-{steps}.pt".replace(" ", "_")
 
-    def trained(self, steps: int, meshes: Mapping[str, DeviceMesh]) -> dict[str, str]:
-        """Return the hashes of a result after the last step, of its gradients, and of the weights.
-
-        meshes: those of tensor and of data parallelism; a model without a mesh is not shared.
-        """
-        kind = MODELS[self.model]
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            model: Any = kind.make(meshes["tensor"].size() if "tensor" in meshes else 1)
-        return dict(self._tensors(model, kind, steps, meshes))
-
     def meshes(self, size: int) -> dict[str, DeviceMesh]:
         """Return the meshes of this way to share a model among ``size`` processes."""
         if self.way == "tensor":
@@ -263,17 +252,52 @@ class _Cell:
         mesh = init_device_mesh("cpu", (size // columns, columns), mesh_dim_names=("data", "tensor"))
         return {"data": mesh["data"], "tensor": mesh["tensor"]}
 
-    def _tensors(
-        self, model: Any, kind: _Kind, steps: int, meshes: Mapping[str, DeviceMesh]
-    ) -> Iterator[tuple[str, str]]:
-        rounded, shares_batches = self.policy != STOCK, self.way != "tensor"
+
+class _Shared:
+    """A model that processes share in one way. It is captured once: each policy begins with the same weights.
+
+    meshes: those of tensor and of data parallelism; a model without a mesh is not shared.
+    """
+
+    def __init__(self, model: str, way: str, meshes: Mapping[str, DeviceMesh]) -> None:
+        self.kind, self.way, self.meshes = MODELS[model], way, meshes
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.model: Any = self.kind.make(meshes["tensor"].size() if "tensor" in meshes else 1)
         if "tensor" in meshes:
-            parallelize_module(model, meshes["tensor"], kind.plan())
-        if "data" in meshes and "FSDP" in self.way:
-            fully_shard(model, mesh=meshes["data"])
-        if rounded:
-            model = fxround.compile(model, POLICIES[self.policy])
-        if self.way == "DDP" or (shares_batches and not meshes):
+            parallelize_module(self.model, meshes["tensor"], self.kind.plan())
+        if "data" in meshes and "FSDP" in way:
+            fully_shard(self.model, mesh=meshes["data"])
+        self.weights = [p.detach().clone() for p in self.model.parameters()]
+        self.compiled: Any = None
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether DistributedDataParallel averages the gradients; its hooks stay at the model."""
+        return self.way == "DDP" or (self.way != "tensor" and not self.meshes)
+
+    def trained(self, policy: str, steps: int) -> dict[str, str]:
+        """Return the hashes of a result after the last step, of its gradients, and of the weights."""
+        return dict(self._tensors(policy, steps))
+
+    def _under(self, policy: str) -> Any:
+        """Return the model with its first weights, compiled under a policy."""
+        with torch.no_grad():
+            for p, first in zip(self.model.train().parameters(), self.weights, strict=True):
+                p.grad = None
+                p.copy_(first)
+        if policy == STOCK:
+            return self.model
+        if self.compiled is None:
+            self.compiled = fxround.compile(self.model, POLICIES[policy])
+        else:
+            self.compiled = self.compiled.with_policy(POLICIES[policy]).reseed(0)
+        return self.compiled.train()
+
+    def _tensors(self, policy: str, steps: int) -> Iterator[tuple[str, str]]:
+        rounded, shares_batches = policy != STOCK, self.way != "tensor"
+        model = self._under(policy)
+        if self.is_averaged:
             model = DistributedDataParallel(model)
         if rounded and shares_batches:
             average_in_order(model, micro_batches=MICRO_BATCHES)
@@ -283,29 +307,30 @@ class _Cell:
         for step in range(steps):
             optimizer.zero_grad()
             if shares_batches:
-                own = meshes["data"] if meshes else None
-                self._apart(model, kind, step, own.get_local_rank() if own else 0, own.size() if own else 1)
+                own = self.meshes["data"] if self.meshes else None
+                row, rows = (own.get_local_rank(), own.size()) if own else (0, 1)
+                self._apart(model, rounded, step, row, rows)
             else:
-                model(kind.batch(step)).square().mean().backward()
+                model(self.kind.batch(step)).square().mean().backward()
             optimizer.step()
         for name, p in model.named_parameters():
             path = name.removeprefix("module.")
             yield f"gradient of {path}", fxround.hash(whole(p.grad))
             yield path, fxround.hash(whole(p.detach()))
         with torch.no_grad():
-            yield "result", fxround.hash(whole(model.eval()(kind.batch(-1))))
+            yield "result", fxround.hash(whole(model.eval()(self.kind.batch(-1))))
 
-    def _apart(self, model: Any, kind: _Kind, step: int, row: int, rows: int) -> None:
+    def _apart(self, model: Any, rounded: bool, step: int, row: int, rows: int) -> None:
         """Compute the micro-batches of one row of processes."""
         own = range(row, MICRO_BATCHES, rows)
         # Stock PyTorch adds what a process has, and averages over processes; average_in_order divides by all.
-        share = 1 if self.policy != STOCK else len(own)
+        share = 1 if rounded else len(own)
         for j in own:
             last = j == own[-1]
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(last)
             with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
-                (model(kind.batch(step * MICRO_BATCHES + j)).square().mean() / share).backward()
+                (model(self.kind.batch(step * MICRO_BATCHES + j)).square().mean() / share).backward()
 
 
 def main() -> None:
@@ -395,10 +420,13 @@ def _as_a_rank(rank: int, size: int, cells: list[_Cell], steps: int, kept: Path,
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=rank, world_size=max(size, 1))
     meshes = cells[0].meshes(size) if size else {}
+    shared = None
     for cell in cells:
         computed: Any
+        if shared is None or shared.is_averaged:
+            shared = _Shared(cell.model, cell.way, meshes)
         try:
-            computed = cell.trained(steps, meshes)
+            computed = shared.trained(cell.policy, steps)
         except FxroundError as error:
             computed = str(error)
             if rank == size - 1:
