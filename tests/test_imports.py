@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
+from import_graph import imports_at_once, modules
 
+import fxround
 from fxround import new_process
 
 # What takes most of the time of a full import, and what only some extras have.
@@ -128,3 +131,36 @@ else:
     raise SystemExit("no error")
 """
     loaded(code)
+
+
+def test_what_runs_kernels_has_the_operators_with_what_it_imports() -> None:
+    """Otherwise it would work in a process that has compiled a model, and in no other."""
+    computing = {home for home in _homes() if "runtime.run" in _loaded_by(home)}
+    without = {home for home in computing if "runtime.torch_ops" not in _loaded_by(home)}
+    assert "eager.round" in computing
+    assert without == {"selftests"}  # which calls kernels alone
+
+
+def test_the_first_call_of_a_process_may_round_in_blocks() -> None:
+    code = """
+import torch, fxround
+assert fxround.round(torch.full((2, 16), 3.3), "nvfp4").unique().numel() == 1
+"""
+    assert "fxround.module.rounded_module" not in loaded(code)
+
+
+def _homes() -> set[str]:
+    """The modules that define the public names, below ``fxround``."""
+    return {home.removeprefix("fxround.") for home, _ in fxround._homes().values()}
+
+
+@cache
+def _loaded_by(name: str) -> frozenset[str]:
+    """The modules that are loaded when one is: it, the packages around it, and what they import at their top level."""
+    loaded, left = set[str](), [name]
+    while left:
+        name = left.pop()
+        if name in modules() and name not in loaded:
+            loaded.add(name)
+            left += [name.rpartition(".")[0], *imports_at_once(modules()[name])]
+    return frozenset(loaded)

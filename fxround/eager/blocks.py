@@ -17,6 +17,7 @@ from fxround.numerics.arithmetic.randomness import BLOCK
 from fxround.numerics.formats import Format
 from fxround.numerics.formats.scaled import ScaledRounding
 from fxround.passes.scaling import scaled
+from fxround.runtime import torch_ops
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_blocks, run_map
 from fxround.runtime.target import target_of
@@ -122,3 +123,6 @@ class _Last:
         """Remember the program of the elements, and return the first operand."""
         self.found = (program, tuple(operands))
         return operands[0]
+
+
+assert torch_ops.KERNELS  # importing it attached them: scales are made by operators

@@ -26,6 +26,18 @@ def imports(path: Path, running: bool = False) -> frozenset[str]:
 
 
 @cache
+def imports_at_once(path: Path) -> frozenset[str]:
+    """The modules of fxround that a file imports at its top level: they are loaded when it is."""
+    names = (
+        name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in _names_of(node)
+    )
+    return frozenset(found for name in names if (found := resolve(name)) is not None)
+
+
+@cache
 def imported(path: Path, running: bool = False) -> frozenset[str]:
     """Every imported name, dotted: modules, what is taken from them, and what ``import_module`` is given."""
     names: set[str] = set()
@@ -35,12 +47,16 @@ def imported(path: Path, running: bool = False) -> frozenset[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _last_name(node.func).endswith("import_module"):
             names |= {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= _names_of(node)
     return frozenset(names)
+
+
+def _names_of(node: ast.Import | ast.ImportFrom) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    assert node.level == 0, f"a relative import: {ast.unparse(node)}"
+    return {f"{node.module}.{alias.name}" for alias in node.names}
 
 
 def _last_name(called: ast.expr) -> str:
