@@ -97,8 +97,11 @@ def tile_for(kernel: Contract, machine: Machine, block: int) -> ContractVariant:
         return ContractVariant(kernel, lanes, 2, (6, 4, 2, 1) if many else (2, 1), pitch, machine)
     if kernel.accumulator == "f32":
         return ContractVariant(kernel, lanes, 2, (8, 4, 2, 1) if many else (3, 1), pitch, machine)
-    if kernel.bounded and many:
-        return ContractVariant(kernel, lanes, 2, (4, 2, 1), pitch, machine)
+    if kernel.bounded:
+        # A step waits for itself: with fewer accumulators nothing else is computed meanwhile.
+        return ContractVariant(kernel, lanes, 2, (4, 2, 1) if many else (3, 1), pitch, machine)
+    if work < 20 and kernel.streams and not many:
+        return ContractVariant(kernel, lanes, 2, (3, 1), pitch, machine)
     if work < 20:
         return ContractVariant(kernel, lanes, 1, (8, 4, 2, 1) if many else (4, 2, 1), pitch, machine)
     return ContractVariant(kernel, lanes, 1, (4, 2, 1) if many else (2, 1), pitch, machine)
