@@ -55,11 +55,7 @@ OF_RUN_TOOLS = {
 # Words of blocks that only a run with --long takes: they repeat, in seconds each, what tests of their subjects do.
 LONG = {
     "distributed.md": ("torchrun", "world_sizes=[2]"),
-    "few-bits.md": ("fxround.tune(model, batches", "train=train"),
-    "language-models.md": (
-        *("LlamaConfig(", "output_logits", "Generating(", "T5Config(", "num_beams=", "perplexity(", "Trainer("),
-        "DynamicCache()",
-    ),
+    "language-models.md": ("Generating(", "T5Config(", "perplexity(", "Trainer(", "DynamicCache()"),
     "loops.md": ("pack_padded_sequence",),
     "reproducibility.md": ("fxround.selftest()",),
     "training.md": ("resumed.py", "torchrun", "step.pt2", "Forces("),
