@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -22,19 +23,18 @@ def imports(path: Path, running: bool = False) -> frozenset[str]:
 
     running: whether to leave out what is imported for annotations alone.
     """
-    return frozenset(found for name in imported(path, running) if (found := resolve(name)) is not None)
+    return _resolved(imported(path, running))
 
 
 @cache
 def imports_at_once(path: Path) -> frozenset[str]:
     """The modules of fxround that a file imports at its top level: they are loaded when it is."""
-    names = (
-        name
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in _names_of(node)
-    )
-    return frozenset(found for name in names if (found := resolve(name)) is not None)
+    nodes = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    return _resolved(name for node in nodes for name in _names_of(node))
+
+
+def _resolved(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(module for name in names if (module := resolve(name)) is not None)
 
 
 @cache
