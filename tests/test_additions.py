@@ -448,7 +448,7 @@ from fxround.runtime.counting import COUNTING
 from fxround.runtime.draw import Draw
 from fxround.runtime.run import run_chain, run_product
 from fxround.runtime.target import Target
-from fxround.runtime.torch_ops import gather
+from fxround.runtime.torch_ops import gather, max_pool2d
 
 ops, generator = torch.ops.fxround, torch.Generator().manual_seed(0)
 steps, drawn = "binary32/nearest_even/inf", "bfloat16/stochastic/inf"
@@ -489,6 +489,7 @@ CASES = {
     "cumsum": (lambda: ops.cumsum(x, 1, steps, drawn, RNG, 3), {"scan": 1}),
     "scatter_add": (lambda: ops.scatter_add(x, 1, index, x, steps, RNG, 3), {"scatter": 1}),
     "gather": (lambda: gather(x, 1, index), {"gather": 1}),
+    "max_pool2d": (lambda: max_pool2d(x[None], [2, 2]), {"max_pool2d": 1}),
     "iterations": (lambda: ops.iterations(torch.arange(3), RNG, 3), {"iterations": 1}),
     "round": (lambda: fxround.round(x, "bfloat16"), {"map": 1}),
     "round in blocks": (lambda: fxround.round(x, "mxfp8"), {"blocks": 1}),

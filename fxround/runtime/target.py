@@ -91,6 +91,18 @@ class Target(Protocol):
     def gather(self, x: Tensor, dim: int, index: Tensor, /) -> Tensor:
         """Return the elements of x that indices choose along a dimension, or raise PyTorch's error."""
 
+    def max_pool2d(
+        self,
+        x: Tensor,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int] | int,
+        dilation: Sequence[int] | int,
+        ceil_mode: bool,
+        /,
+    ) -> Sequence[Tensor]:
+        """Return the largest elements of windows and their indices, or raise PyTorch's error."""
+
     def product(self, product: Product, /) -> Tensor:
         """Compute a contraction."""
 

@@ -10,7 +10,7 @@ differentiated before they are lowered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -103,11 +103,25 @@ def gather(x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Ten
     return target_of([x, index]).gather(x, dim, index)
 
 
+def max_pool2d(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] | int = 0,
+    dilation: Sequence[int] | int = 1,
+    ceil_mode: bool = False,
+) -> Sequence[Tensor]:
+    """The largest elements of windows, and their indices."""
+    return target_of([x]).max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode)
+
+
 # The function of each operator, for callers that need no dispatcher.
 KERNELS: Final = {cls.overload: _by_position(cls, function_of(cls)) for cls in CALLS.values()}
 
 # PyTorch's operators that move values, and functions of ours that move them faster.
 MOVEMENTS: Final = {torch.ops.aten.gather.default: gather}
+# The same for operators that choose values, whose results are on memory of PyTorch's allocator.
+CHOICES: Final = {torch.ops.aten.max_pool2d_with_indices.default: max_pool2d}
 
 for _overload, _kernel in KERNELS.items():
     for _device in ("CPU", "CUDA"):

@@ -29,6 +29,7 @@ from fxround.runtime.cpu.code import instruction_set
 from fxround.runtime.cpu.gather import run_gather
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.pointwise import MapCall, array
+from fxround.runtime.cpu.pooling import run_max_pool2d
 from fxround.runtime.schedule import schedule
 
 RNE, SR = "binary32/nearest_even/inf", "bfloat16/stochastic/inf"
@@ -164,6 +165,16 @@ def gathers(draw: Draw) -> Case:
     return lambda x, i: run_gather(x, 1, i), [x, index], "gather"
 
 
+def pools(draw: Draw) -> Case:
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    kernel = draw.randint(1, 4), draw.randint(1, 5)
+    step, dilation = ((draw.randint(1, 3), draw.randint(1, 3)) for _ in range(2))
+    padding = draw.randint(0, kernel[0] // 2), draw.randint(0, kernel[1] // 2)
+    height, width = draw.randint(13, 30), draw.randint(13, 40)
+    x = torch.randn(1 << 10, height, width, generator=generator).to(draw.choice((torch.float32, torch.float64)))
+    return lambda x: run_max_pool2d(x, kernel, step, padding, dilation), [x], f"max pooling {kernel} {step} {padding}"
+
+
 def schedules(draw: Draw) -> Case:
     """Chains over rows, contractions with the map that follows them, and the buffers between."""
     steps = [(draw.choice(GATHERED), draw.randrange(3), draw.randrange(3), draw.randrange(8)) for _ in range(3)]
@@ -214,6 +225,7 @@ KINDS: Final = (
     convolutions,
     scatters,
     gathers,
+    pools,
     schedules,
     chains,
 )

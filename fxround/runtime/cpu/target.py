@@ -21,6 +21,7 @@ from fxround.runtime.cpu.llvm.map import MAX_DIMS
 from fxround.runtime.cpu.long_programs import run_parts
 from fxround.runtime.cpu.matmul import run_chain
 from fxround.runtime.cpu.pointwise import run_kernel, run_part
+from fxround.runtime.cpu.pooling import run_max_pool2d
 from fxround.runtime.cpu.reduction import run_reduce, run_scan
 from fxround.runtime.cpu.scatter import run_scatter
 from fxround.runtime.cpu.several import run_several
@@ -48,6 +49,7 @@ class CpuTarget:
     scan = staticmethod(run_scan)
     scatter = staticmethod(run_scatter)
     gather = staticmethod(run_gather)
+    max_pool2d = staticmethod(run_max_pool2d)
     product_of = staticmethod(run_chain)
     iterations = staticmethod(iterations)
 

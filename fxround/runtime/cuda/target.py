@@ -29,6 +29,7 @@ class CudaTarget:
     scan = staticmethod(run_scan)
     scatter = staticmethod(run_scatter)
     gather = staticmethod(torch.gather)
+    max_pool2d = staticmethod(torch.ops.aten.max_pool2d_with_indices.default)
     product = staticmethod(run_product)
     product_of = staticmethod(run_chain)
     pointwise = staticmethod(pointwise)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import fx
 
@@ -25,7 +25,9 @@ from fxround.runtime.schedule.row_chains import gather_rows
 from fxround.runtime.schedule.scaled import join_scaled
 from fxround.runtime.schedule.straight import SOURCE
 from fxround.runtime.schedule.verify import verify_schedule
-from fxround.runtime.torch_ops import KERNELS, MOVEMENTS
+from fxround.runtime.torch_ops import CHOICES, KERNELS, MOVEMENTS
+
+_FUNCTIONS: Final = KERNELS | MOVEMENTS | CHOICES
 
 
 def schedule(graph: fx.GraphModule, fuse: bool = True) -> fx.GraphModule:
@@ -92,7 +94,7 @@ def _direct(graph: fx.GraphModule, dead: Mapping[fx.Node, Sequence[fx.Node]], be
             begun = True
         made[node] = copy_node(direct, node, made)
         if node.op == "call_function":
-            made[node].target = KERNELS.get(node.target, MOVEMENTS.get(node.target, node.target))
+            made[node].target = _FUNCTIONS.get(node.target, node.target)
         if dead.get(node):
             direct.call_function(buffers.release, tuple(made[value] for value in dead[node]))
     return direct

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxround.graph.dialect import FUSED
 from fxround.operators.rules import RULES
-from fxround.runtime.torch_ops import KERNELS, MOVEMENTS
+from fxround.runtime.torch_ops import CHOICES, KERNELS, MOVEMENTS
 
 _ATEN: Final = torch.ops.aten
 # Operators whose results may alias an operand whatever their schemas say.
@@ -38,6 +38,7 @@ _OTHER: Final = frozenset(
 # The operators, and the functions that a schedule calls in their place.
 _KERNELS: Final = frozenset((*KERNELS, *KERNELS.values(), *MOVEMENTS, *MOVEMENTS.values()))
 _LISTS: Final = frozenset((FUSED, KERNELS[FUSED]))
+_CHOICES: Final = frozenset(CHOICES.values())
 
 
 def is_kernel(node: fx.Node) -> bool:
@@ -52,14 +53,14 @@ def returns_list(node: fx.Node) -> bool:
 
 def is_known(node: fx.Node) -> bool:
     """Whether it is known which memory of its operands the node may return."""
-    if is_kernel(node) or node.target is operator.getitem:
+    if is_kernel(node) or node.target is operator.getitem or node.target in _CHOICES:
         return True
     return node.op == "call_function" and str(node.target) in RULES
 
 
 def may_share(node: fx.Node) -> bool:
     """Whether the node's result may reach its operands' memory."""
-    if is_kernel(node):
+    if is_kernel(node) or node.target in _CHOICES:
         return False
     if node.target is operator.getitem or not is_known(node) or node.target in _UNDECLARED:
         return True

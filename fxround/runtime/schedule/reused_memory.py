@@ -43,6 +43,7 @@ from fxround.runtime.call_programs import (
 )
 from fxround.runtime.layouts import row_major
 from fxround.runtime.schedule.aliasing import is_known, may_share
+from fxround.runtime.torch_ops import CHOICES
 
 _ATEN: Final = torch.ops.aten
 
@@ -178,7 +179,7 @@ class _Run:
         target: Any = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._env.__getitem__)
         result = self._env[node] = target(*args, **kwargs)
-        value = self.values[node] = _Value(function=binding(target, args))
+        value = self.values[node] = _Value(function=CHOICES.get(target, binding(target, args)))
         parts = parts_of(result)
         # A tensor of another layout has no strides, and no storage of its own.
         self.is_settled &= all(x.layout == torch.strided for x in parts if isinstance(x, Tensor))
