@@ -358,12 +358,42 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def defined_before_autograd(definitions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Let formulas define the margin losses, which PyTorch replaces by decompositions before it differentiates.
+
+    Its decomposition of multilabel_margin_loss has other results than its kernel, and both have another gradient where
+    a term is 0.
+    """
+    aten, key = torch.ops.aten, torch._C.DispatchKey.Autograd
+    with contextlib.ExitStack() as stack:
+        for overload in (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default):
+            original = overload.py_kernels.get(key)
+            if original is not None and overload in definitions:
+                own = {key: or_else(definitions[overload], original)}
+                stack.enter_context(mock.patch.dict(overload.py_kernels, own))
+                stack.enter_context(mock.patch.dict(overload._dispatch_cache, clear=True))
+        yield
+
+
+def or_else(definition: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a definition, with ``original`` where it returns NotImplemented."""
+
+    @functools.wraps(definition)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        result = definition(*args, **kwargs)
+        return original(*args, **kwargs) if result is NotImplemented else result
+
+    return chosen
+
+
 def joint_of(stack: contextlib.ExitStack, graph: Any, args: Any, kwargs: Any, decompositions: Any) -> Any:
     """Return AOTAutograd's graph of results and gradients for Dynamo's graph. Its contexts end with ``stack``."""
     # Imported at the first capture, as in graph.py.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     overloads = {key: f for key, f in decompositions.items() if isinstance(key, torch._ops.OpOverload)}
+    stack.enter_context(defined_before_autograd(overloads))
     return aot_export_joint_with_descriptors(stack, graph, args, kwargs, decompositions=overloads)
 
 

@@ -218,7 +218,7 @@ _OPAQUE: Final = {
     "its accumulation order is not defined by a formula yet": """
         logcumsumexp _pdist_forward _pdist_backward _embedding_bag _embedding_bag_forward_only
         _embedding_bag_backward scatter_reduce.two index_reduce col2im grid_sampler_3d _ctc_loss.Tensor _ctc_loss
-        multi_margin_loss multilabel_margin_loss_forward segment_reduce grid_sampler_2d_backward
+        segment_reduce grid_sampler_2d_backward
         masked_scatter_backward rrelu_with_noise_backward convolution_backward
         upsample_bicubic2d upsample_trilinear3d embedding_renorm""",
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fxround
+from fxround.capture.torch_private import defined_before_autograd
 from fxround.operators.formulas import FORMULAS
 
 aten = torch.ops.aten
@@ -207,10 +208,14 @@ def backward_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
     unit, other = t(3, 6).sigmoid(), t(3, 6).sigmoid()
     found = {op: [call(g, x)] for op in (aten.silu_backward.default, aten.mish_backward.default)}
     found |= {op: [call(g, x * 4)] for op in (aten.hardsigmoid_backward.default, aten.hardswish_backward.default)}
+    found[aten.hardswish_backward.default].append(call(t(4), torch.tensor([-3.0, 3.0, -4.0, 4.0])))
     found |= {op: [call(g, x, 0.4)] for op in (aten.softshrink_backward.default, aten.hardshrink_backward.default)}
     found |= {op: [call(g, unit)] for op in (aten.sigmoid_backward.default, aten.tanh_backward.default)}
     found |= {op: [call(g, x, 1, x.dtype)] for op in (aten._softmax_backward_data.default,)}
     classes = torch.tensor([1, -100, 5])
+    # The targets before the first -1 count: all, some, one of them twice, none.
+    several = torch.tensor([[5, 0, 3, 2, 4, 1], [1, 4, -1, 2, 0, -1], [2, 2, -1, -1, 3, -1], [-1, 1, 2, 3, 4, 5]])
+    several = torch.stack([several[:3], several[1:]])
     pixels = torch.tensor([3, 0, -100, 2, 1, 1]).expand(2, 7, 6)
     nll = aten.nll_loss_forward(x, classes, t(6).abs(), 1, -100)[1]
     pooled, at = aten.max_pool2d_with_indices(image, [3, 2], [2, 2], [1, 0])
@@ -252,6 +257,15 @@ def backward_samples(t: Callable[..., Tensor]) -> dict[Any, list[Call]]:
         aten.binary_cross_entropy.default: [call(unit, other), call(unit, other, x.abs(), 2)],
         aten.binary_cross_entropy_backward.default: [call(t(), unit, other), call(t(), unit, other, x.abs(), 2)],
         aten.binary_cross_entropy_with_logits.default: [call(x, unit), call(x, unit, g.abs(), t(6).abs(), 2)],
+        aten.multi_margin_loss.default: [
+            *(call(x, several[1][:, 1], reduction=r) for r in range(3)),
+            *(call(x, several[1][:, 1], 2, 0.3, t(6), r) for r in range(3)),
+            call(x[0], several[1][0, 1], reduction=0),
+        ],
+        aten.multilabel_margin_loss_forward.default: [
+            *(call(x, labels, r) for labels in several for r in range(3)),
+            call(x[0], several[0][0], 0),
+        ],
         aten.nll_loss_forward.default: [call(x, classes, v, r, -100) for v in (None, t(6)) for r in range(3)],
         aten.nll_loss2d_forward.default: [call(image, pixels, w, r, -100) for r in range(3)],
         **dict.fromkeys((F.ctc_loss, torch.ctc_loss), ctc_samples(t(5, 3, 4).log_softmax(2))),
@@ -502,9 +516,42 @@ def test_16_bit_operands_are_widened_and_rounded_once_at_the_end() -> None:
 
 
 def test_no_formula_is_passed_over_for_one_that_pytorch_puts_above_it() -> None:
-    """A Python kernel for autograd takes precedence over tables of formulas; only softshrink has one."""
-    above = [op for op in FORMULAS if torch._C.DispatchKey.Autograd in getattr(op, "py_kernels", ())]
-    assert above == [aten.softshrink.default]
+    """A Python kernel for autograd takes precedence over tables of formulas; the capture replaces two of three."""
+    above = {op for op in FORMULAS if torch._C.DispatchKey.Autograd in getattr(op, "py_kernels", ())}
+    replaced = {aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default}
+    assert above == {aten.softshrink.default} | replaced
+    kernels = {op: op.py_kernels[torch._C.DispatchKey.Autograd] for op in replaced}
+    for op in replaced:
+        with defined_before_autograd(FORMULAS):
+            assert op.py_kernels[torch._C.DispatchKey.Autograd] is not kernels[op]
+        assert op.py_kernels[torch._C.DispatchKey.Autograd] is kernels[op]
+
+
+MARGINS = {
+    "one class": (F.multi_margin_loss, [1, 0, 2]),
+    "all classes": (F.multilabel_margin_loss, [[0, 2, 1], [1, 2, 0], [2, 1, 0]]),
+    "some classes": (F.multilabel_margin_loss, [[0, 2, -1], [1, -1, 0], [-1, 0, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", MARGINS)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_margin_losses_are_those_of_pytorchs_kernels(name: str, reduction: str) -> None:
+    """Not those of its decompositions; also where a term is 0, at which the gradient is 0."""
+    function, classes = MARGINS[name]
+    target = torch.tensor(classes)
+    compiled = fxround.compile(lambda x: function(x, target, reduction=reduction), "reproducible")
+    x = torch.tensor([[1.0, 0.0, 3.5], [2.0, 2.0, 1.0], [-1.0, 0.5, 0.25]], dtype=torch.float64)
+    results, gradients = [], []
+    for run in (compiled, lambda x: function(x, target, reduction=reduction)):
+        leaf = x.clone().requires_grad_()
+        results.append(run(leaf))
+        gradients += torch.autograd.grad(results[-1].sum(), leaf)
+    # A tolerance: a mean of three.
+    torch.testing.assert_close(results[0], results[1], rtol=1e-15, atol=0)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-15, atol=0)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), results[0])
 
 
 @pytest.mark.parametrize(

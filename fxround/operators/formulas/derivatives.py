@@ -118,9 +118,9 @@ def hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:
 
 @formula(aten.hardswish_backward.default)
 def hardswish_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    """hardswish_backward(g) = where(x < -3, 0, where(x < 3, g * (x / 3 + 0.5), g))"""
+    """hardswish_backward(g) = where(x <= -3, 0, where(x < 3, g * (x / 3 + 0.5), g))"""
     g, w = widened(gradient), widened(x)
-    return torch.where(w < -3, _zeros(g), torch.where(w < 3, g * (w / 3 + 0.5), g)).to(gradient.dtype)
+    return torch.where(w <= -3, _zeros(g), torch.where(w < 3, g * (w / 3 + 0.5), g)).to(gradient.dtype)
 
 
 @formula(aten.softshrink_backward.default, aten.hardshrink_backward.default)

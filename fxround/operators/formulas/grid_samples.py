@@ -1,8 +1,8 @@
 """``grid_sample``: an image read between its pixels, and its gradients.
 
-Bilinear and nearest samples follow PyTorch's formula, bicubic ones the same arithmetic with fewer operations on
-indices: the row and the column of a neighbour are checked once, and not for each of the sixteen neighbours. Gradients
-are those of the formulas.
+The arithmetic is that of PyTorch's decompositions. Where an image has no pixel, the value is 0, and its weight is kept:
+a NaN among the coordinates is one in the result, and no other pixel is read. Of bicubic samples, the row and the column
+of a neighbour are checked once, and not for each of the sixteen neighbours. Gradients are those of the formulas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxround.capture import core_decompositions
 from fxround.operators.formulas.table import formula
 
 aten = torch.ops.aten
@@ -47,13 +46,62 @@ def grid_sample(
     if not known or x.dim() != 4 or x.dtype != grid.dtype:
         return NotImplemented
     # Dynamo's graph contains the function itself, so that its formula can be differentiated.
+    align = bool(align_corners)
     if mode == "bicubic":
-        return _bicubic(x, grid, padding_mode, bool(align_corners))
-    kind = _MODES.index(mode), _PADDINGS.index(padding_mode), bool(align_corners)
-    result: Tensor = core_decompositions()[aten.grid_sampler_2d.default](x, grid, *kind)
-    if mode == "nearest" and grid.requires_grad:
-        return _WithoutSlope.apply(result, grid)  # type: ignore[no-untyped-call]
-    return result
+        return _bicubic(x, grid, padding_mode, align)
+    if mode == "bilinear":
+        return _bilinear(x, grid, padding_mode, align)
+    result = _nearest(x, grid, padding_mode, align)
+    return _WithoutSlope.apply(result, grid) if grid.requires_grad else result  # type: ignore[no-untyped-call]
+
+
+def _nearest(image: Tensor, grid: Tensor, padding: str, align: bool) -> Tensor:
+    """Return the pixels of (N, C, H, W) at (N, h, w, 2)."""
+    x, y = (at.round() for at in _coordinates(image, grid, padding, align))
+    return _pixels(image, x, y, padding)
+
+
+def _bilinear(image: Tensor, grid: Tensor, padding: str, align: bool) -> Tensor:
+    """Return the samples of (N, C, H, W) at (N, h, w, 2): four pixels with the areas of the opposite corners."""
+    x, y = _coordinates(image, grid, padding, align)
+    left, top = x.floor(), y.floor()
+    right, bottom = left + 1, top + 1
+    corners = (
+        (left, top, (right - x) * (bottom - y)),
+        (right, top, (x - left) * (bottom - y)),
+        (left, bottom, (right - x) * (y - top)),
+        (right, bottom, (x - left) * (y - top)),
+    )
+    first, *others = (_pixels(image, column, row, padding) * area for column, row, area in corners)
+    for other in others:
+        first = first + other
+    return first
+
+
+def _coordinates(image: Tensor, grid: Tensor, padding: str, align: bool) -> tuple[Tensor, Tensor]:
+    """Return the columns and rows that samples are read at, for each channel: (N, C, h, w)."""
+    (channels, height, width), (n, *shape) = image.shape[1:], grid.shape[:3]
+    places = grid.view(n, 1, *shape, 2).expand(n, channels, *shape, 2)
+    made = []
+    for i, size in ((0, width), (1, height)):
+        at = places[..., i] * (size * 0.5 - 0.5 if align else size * 0.5) + (size * 0.5 - 0.5)
+        # As PyTorch's kernel: a NaN is read at 0 where each coordinate has a pixel.
+        made.append(at if padding == "zeros" else _or_zero(_padded(at, size, padding, align)))
+    return made[0], made[1]
+
+
+def _or_zero(at: Tensor) -> Tensor:
+    return torch.where(at.isnan(), 0.0, at)
+
+
+def _pixels(image: Tensor, column: Tensor, row: Tensor, padding: str) -> Tensor:
+    """Return the pixels at whole coordinates (N, C, h, w), 0 where there is none."""
+    (n, channels, height, width), device = image.shape, image.device
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    x, y = (torch.where(inside, at.to(torch.int64), 0) for at in (column, row))
+    images = torch.arange(n, device=device).view(n, 1, 1, 1)
+    value = image[images, torch.arange(channels, device=device).view(1, channels, 1, 1), y, x]
+    return torch.where(inside, value, 0.0)
 
 
 def _bicubic(image: Tensor, grid: Tensor, padding: str, align: bool) -> Tensor:

@@ -150,3 +150,41 @@ def nll_loss_backward(
     value = -share if own is None else -share * own
     value = torch.where(kept, value, value.new_zeros([])).to(x.dtype)
     return torch.zeros_like(x).scatter(dim, classes.unsqueeze(dim), value.unsqueeze(dim))
+
+
+@formula(aten.multi_margin_loss.default)
+def multi_margin_loss(
+    x: Tensor, target: Tensor, p: Any = 1, margin: Any = 1, weight: Tensor | None = None, reduction: int = _MEAN
+) -> Tensor:
+    """multi_margin_loss(x, t) = sum(where(arange(len(x[0])) == t, 0, relu((1 - gather(x, 1, t)) + x))) / n"""
+    # A margin in place of 1; for p = 2 a term is its square; it is multiplied by the weight of t then. The gradient of
+    # relu is 0 at 0, as that of PyTorch's kernel.
+    if p not in (1, 2) or x.dim() > 2:
+        return NotImplemented  # type: ignore[no-any-return]
+    rows, targets = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
+    terms = ((margin - torch.gather(rows, 1, targets)) + rows).relu()
+    terms = terms if p == 1 else terms * terms
+    terms = terms if weight is None else terms * torch.atleast_1d(weight)[targets]
+    terms = torch.where(torch.arange(rows.shape[1], device=x.device) != targets, terms, 0)
+    if reduction == _MEAN:
+        return terms.mean()
+    return terms.sum() / rows.shape[1] if reduction == _SUM else terms.mean(1).reshape(target.shape)
+
+
+@formula(aten.multilabel_margin_loss_forward.default)
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """multilabel_margin_loss(x, t) = sum(sum of relu((1 - x[j]) + x[i]) / classes over targets j and others i) / n"""
+    # The targets of a row are the classes before its first -1, for which PyTorch's decomposition takes class 0. The
+    # second result is 1 for a class that is a target, and 0 for the others.
+    rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = rows.shape[1]
+    places = torch.arange(classes, device=target.device)
+    end = torch.where(targets == -1, places, classes).amin(-1, keepdim=True)
+    given = places < end
+    own = torch.gather(rows, -1, torch.where(given, targets, 0))
+    is_target = (places == torch.where(given, targets, -1).unsqueeze(-1)).any(1)
+    terms = ((1.0 - own.T.unsqueeze(-1)) + rows).relu() / classes
+    terms = torch.where(given.T.unsqueeze(-1), torch.where(is_target, 0, terms), 0)
+    losses = terms.sum((0, -1)) if reduction != _SUM else terms.sum()
+    loss = losses.mean() if reduction == _MEAN else losses.reshape(x.shape[:-1]) if reduction != _SUM else losses
+    return loss, is_target.to(x.dtype).reshape(target.shape)

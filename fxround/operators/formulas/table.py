@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxround.capture import core_decompositions
+from fxround.capture.torch_private import or_else
 from fxround.policy import DEFINITIONS, OWN
 
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ def formula(*operators: Any, definitions: str = OWN, statistics: bool = False) -
                 _FOREIGN[operator] = guarded
                 continue
             overload = isinstance(operator, torch._ops.OpOverload)
-            TABLES[definitions][operator] = guarded if overload else _or_else(guarded, operator)
+            TABLES[definitions][operator] = guarded if overload else or_else(guarded, operator)
         return guarded
 
     return register
@@ -82,17 +83,6 @@ def makes_statistics(operator: Any) -> bool:
     """Whether the reductions of an operator's formula are statistics of the data."""
     # By name: the operator that a node remembers may be a copy.
     return str(operator) in _STATISTICAL
-
-
-def _or_else(function: Formula, original: Formula) -> Formula:
-    """Return ``function``, with ``original`` where it returns NotImplemented."""
-
-    @functools.wraps(function)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        return original(*args, **kwargs) if result is NotImplemented else result
-
-    return chosen
 
 
 def decompositions(definitions: str = OWN) -> dict[Any, Formula]:
