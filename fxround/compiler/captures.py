@@ -32,7 +32,15 @@ from fxround.compiler.delayed_state import DelayedState
 from fxround.compiler.executable import Entry, owner_of
 from fxround.compiler.fully_sharded import FullySharded
 from fxround.compiler.pipeline import Pipeline
-from fxround.compiler.signature import asked, is_opaque, kind, packed_kinds, require_arguments, require_dtypes
+from fxround.compiler.signature import (
+    asked,
+    is_opaque,
+    kind,
+    packed_kinds,
+    require_arguments,
+    require_dtypes,
+    require_products,
+)
 from fxround.compiler.state_key import StateKeys
 from fxround.errors import CaptureError, NotCaptured
 from fxround.graph.comparing import comparing
@@ -268,6 +276,7 @@ class Captures:
         except CaptureError as error:
             refusal = error
         else:
+            require_products(self.source, captured.graph, args, kwargs)
             return self._lowered(pipeline, captured)
         asked(self.source, args, kwargs, traced=True)
         raise refusal

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fxround.capture.processes import is_shared, mesh_of
@@ -119,6 +119,29 @@ def require_dtypes(model: nn.Module, args: Any, kwargs: Any) -> None:
             f"{type(model).__name__} has state of {_listed(state)} and arguments of {_listed(given)}. Whether "
             "it accepts them is found by calling a copy, which cannot be done here. Convert the arguments or the model."
         )
+
+
+# Operators of which PyTorch's kernels take two operands of one dtype, and tracing takes any.
+_OF_ONE_DTYPE: Final = frozenset(
+    (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default)
+)
+
+
+def require_products(model: nn.Module, graph: fx.GraphModule, args: Any, kwargs: Any) -> None:
+    """Raise what the model itself raises if its graph multiplies matrices of two dtypes, as integers by a weight.
+
+    Raises CaptureError if the model cannot be copied, and for one that accepts what its graph cannot compute.
+    """
+    for node in graph.graph.nodes:
+        if node.target not in _OF_ONE_DTYPE:
+            continue
+        dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes[:2]}
+        if len(dtypes) > 1:
+            asked(model, args, kwargs)
+            raise CaptureError(
+                f"{type(model).__name__} multiplies tensors of {_listed(dtypes)} ({node.name}), which no kernel does: "
+                "convert the arguments or the model to one dtype."
+            )
 
 
 def _listed(dtypes: set[torch.dtype]) -> str:

@@ -165,6 +165,8 @@ def test_inspect_prints_summary_and_coverage(capsys: pytest.CaptureFixture[str],
         (("inspect", "{net}:bare"), "give --inputs or --shape"),
         (("inspect", "{net}:bare", "--shape", "2x4"), "expected sizes like"),
         (("inspect", "{net}:bare", "--shape", "2,5"), "the model refuses these inputs: RuntimeError: "),
+        (("inspect", "{net}:bare", "--inputs", "whole.npy"), "the model refuses these inputs: RuntimeError: mat1 and mat2"),
+        (("hash", "{net}:bare", "--inputs", "whole.npy"), "the model refuses these inputs: RuntimeError: mat1 and mat2"),
         (("inspect", "{net}:bare", "--shape=-2,4"), "--shape '-2,4': "),
         (("inspect", "{net}:bare", "--shape", "9" * 20), "--shape '9999"),
         (("inspect", "{net}:broken"), ":broken raised KeyError at "),
@@ -195,6 +197,7 @@ def test_mistakes_end_with_a_message(
     monkeypatch.chdir(tmp_path)
     for name in ("wrong.py", "text.npy", "text.pt"):
         Path(name).write_text("def build(:")
+    np.save("whole.npy", np.arange(8).reshape(2, 4))
     status, _, error = run(capsys, *(a.format(net=net) for a in arguments))
     assert status == 2
     assert error.strip().startswith("fxround: ")

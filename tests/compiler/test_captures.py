@@ -104,3 +104,24 @@ def test_modes_and_contexts_are_noticed_between_calls_that_are_alike() -> None:
     with torch.no_grad():
         model.train()
         assert torch.equal(compiled(_X), plain) and not compiled(_X).requires_grad
+
+
+@pytest.mark.parametrize(
+    "model, x",
+    [
+        (nn.Linear(4, 3), torch.arange(8).view(2, 4)),
+        (nn.Linear(4, 3), torch.ones(2, 4, dtype=torch.bool)),
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 3).double()), torch.ones(2, 4, dtype=torch.int32)),
+        (nn.Conv2d(1, 2, 3), torch.ones(1, 1, 5, 5, dtype=torch.int64)),
+        (nn.Bilinear(2, 2, 3), (torch.ones(4, 2), torch.ones(4, 2, dtype=torch.int64))),
+    ],
+    ids=["Linear", "bools", "binary64", "Conv2d", "Bilinear"],
+)
+def test_whole_numbers_that_a_model_refuses_are_refused_by_it(model: nn.Module, x: Any) -> None:
+    """A trace promotes them, where PyTorch's kernels of products do not."""
+    args = x if isinstance(x, tuple) else (x,)
+    with pytest.raises(RuntimeError) as stock:
+        model(*args)
+    with pytest.raises(RuntimeError) as refused:
+        fxround.compile(model, "identity")(*args)
+    assert str(refused.value) == str(stock.value)
