@@ -147,6 +147,22 @@ def test_what_is_stable_and_wrong_is_called_so() -> None:
         exact.check(max_outside=0.05)
 
 
+def test_operations_that_draw_nothing_are_not_called_wrong() -> None:
+    """They have the roundings of binary32, which no sample shows."""
+
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.linalg.pinv(x)
+
+    x = torch.randn(20, 20, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="draws nothing: linalg_pinv"):
+        report = fxround.variability(Inverse(), x, samples=5)
+    said = "\n".join(report.findings)
+    assert report["output"].evidence == 0 and report["output"].agreement["binary64"].outside_share > 0.5
+    assert "STABLE AND WRONG" not in said
+    assert "no spread says whether that is much, since nothing is drawn in linalg_pinv" in said
+
+
 def test_a_sound_computation_is_not_called_wrong(report: fxround.VariabilityReport) -> None:
     assert report.findings == ("Labels that change in any sample: 0 of 10 inputs.",)
     assert set(report["output"].agreement) == {"unperturbed", "binary64"}

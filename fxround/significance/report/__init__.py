@@ -588,7 +588,7 @@ def _adaptive(study: Study) -> Adaptive | None:
 
 def _findings(report: VariabilityReport) -> Iterator[str]:
     for f in report.outputs:
-        yield from _stability(f)
+        yield from _stability(f, report.undrawn)
     for metric in report.metrics:
         if metric.rows is not None:
             more = ", ..." if len(metric.rows) > SHOWN_ROWS else ""
@@ -610,7 +610,7 @@ def _findings(report: VariabilityReport) -> Iterator[str]:
         yield f"Adaptive: {a.watch} {verdict} {width} ({report.confidence:.0%})."
 
 
-def _stability(f: Figures) -> Iterator[str]:
+def _stability(f: Figures, undrawn: Sequence[str]) -> Iterator[str]:
     name = f.place.name
     if f.note:
         yield f"{name}: {f.note}."
@@ -618,6 +618,15 @@ def _stability(f: Figures) -> Iterator[str]:
         yield f"{name}: no evidence, all samples are equal (is the policy deterministic, or is nothing rounded?)."
     for reference, a in f.agreement.items():
         if a.outside_share >= (OUTSIDE if f.elements >= FEW else OUTSIDE_OF_FEW):
+            if f.evidence == 0 and undrawn:
+                # Equal samples say nothing about operations that are the same in all of them.
+                names = ", ".join(text.partition(":")[0] for text in undrawn[:3])
+                yield (
+                    f"{name}: {a.outside_share:.0%} of elements differ from the {reference} run, and no spread says "
+                    f"whether that is much, since nothing is drawn in {names}; {a.bits:.1f} bits agree in the mean, "
+                    f"{a.worst:.1f} in the worst."
+                )
+                continue
             # The unperturbed run rounds too: it may be the one that is wrong (a sum that stagnates).
             said = f"NOT the {reference} run's value" if reference == UNPERTURBED else "STABLE AND WRONG"
             real = "" if f.bits is None else f"; {f.bits:.1f} bits are stable"
