@@ -221,8 +221,10 @@ def require_plain(graph: fx.GraphModule) -> None:
         )
     for node in graph.graph.nodes:
         if is_complex(node):
+            port = node.meta.get(PORT)
+            what = located(node) if port is None else f"{port.kind} {port.name or port.index}"
             raise UnsupportedOperator(
-                f"{located(node)} yields complex numbers, whose roundings are not attributed; use real ones "
+                f"{what} yields complex numbers, whose roundings are not attributed; use real ones "
                 "(torch.view_as_real)."
             )
 

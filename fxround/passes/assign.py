@@ -47,7 +47,9 @@ def assign(graph: fx.GraphModule, plan: Plan) -> None:
         assignment = ask(place.path, place.operator, place.kind, place.role, place.direction, dtype)
         node.meta[META] = replace(place, assignment=_of_an_integer(node, assignment))
     matched.update(i for i, rule in enumerate(plan.policy.rules) if not rule.speaks_of_results)
-    plan.policy.require_matched(matched, [p.path for _, p in everywhere], {p.direction for _, p in everywhere})
+    paths, directions = [p.path for _, p in everywhere], {p.direction for _, p in everywhere}
+    operators = [(p.operator, p.kind) for _, p in everywhere if p.kind in _ASKED and p.kind != "placeholder"]
+    plan.policy.require_matched(matched, paths, directions, operators)
 
 
 def _of_an_integer(node: fx.Node, said: Assignment | None) -> Assignment | None:

@@ -117,7 +117,8 @@ def round_operands(graph: fx.GraphModule, plan: Plan) -> None:
         _require_one_transform(place, turned)
     others = set(range(len(plan.policy.rules))) - set(rules)
     at = [place for _, _, place in rounded_sites]
-    plan.policy.require_matched(matched | others, [p.path for p in at], {p.direction for p in at})
+    paths, directions, operators = [p.path for p in at], {p.direction for p in at}, [(p.operator, p.kind) for p in at]
+    plan.policy.require_matched(matched | others, paths, directions, operators)
 
 
 def _require_one_transform(place: Site, turned: Sequence[Hadamard | None]) -> None:

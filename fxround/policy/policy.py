@@ -13,7 +13,7 @@ import contextlib
 import functools
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -246,20 +246,23 @@ class Policy(Short):
         return Assignment(rounding, how, order, str(chosen), gradient, faults=faults, blocks=blocks)
 
     def require_matched(
-        self, matched: Collection[int], paths: Iterable[str] = (), directions: Collection[str] = DIRECTIONS
+        self,
+        matched: Collection[int],
+        paths: Iterable[str] = (),
+        directions: Collection[str] = DIRECTIONS,
+        operators: Iterable[tuple[str, str]] = (),
     ) -> None:
         """Raise PolicyError if a rule that is not optional has its position outside ``matched``.
 
         paths: the module paths of the model, for suggestions. directions: the passes of the graph; a rule that applies
-        to none of them may match nothing.
+        to none of them may match nothing. operators: the operators of the model, with their kinds, for suggestions.
         """
-        known = sorted(set(paths))
+        known, pairs = sorted(set(paths)), sorted(set(operators))
         for position, rule in enumerate(self.rules):
             if position not in matched and not rule.optional and not rule.directions.isdisjoint(directions):
                 raise PolicyError(
                     f"policy {shown(self.name)}: rule {position + 1}, {str(rule)!r}, matches no operation of the model"
-                    f"{nearest(rule.match, known)} Correct it, or set optional=True if it may match nothing."
-                    f" The model's modules: {', '.join(p or '(root)' for p in known[:20])}"
+                    f"{_advice(rule, known, pairs)}"
                 )
 
     @staticmethod
@@ -422,3 +425,19 @@ def _read(path: Path) -> Policy:
 
 # The presets by name, which ``presets`` puts here.
 NAMED: Final[dict[str, Policy]] = {}
+
+
+def _advice(rule: Rule, paths: Sequence[str], operators: Sequence[tuple[str, str]]) -> str:
+    """Return the end of a sentence about a rule that matches nothing: what the model has in its place."""
+    said = "Correct it, or set optional=True if it may match nothing."
+    if rule.operator is None or any(selects("*", rule.operator, path="", name=o, kind=k) for o, k in operators):
+        return (
+            f"{nearest(rule.match, paths)} {said} The model's modules: {', '.join(p or '(root)' for p in paths[:20])}"
+        )
+    names = sorted({name.split(".")[1] if name.count(".") > 1 else name for name, _ in operators})
+    kinds = sorted({kind for _, kind in operators})
+    return (
+        f", which has no operator {rule.operator!r}{nearest(rule.operator, [*names, *kinds])} {said} It could "
+        f"match the operators {', '.join(names[:40])} of the kinds {', '.join(kinds)}. A layer or a function of "
+        "PyTorch's may be a formula of several operators, which summary() shows."
+    )

@@ -240,7 +240,7 @@ class RoundedOptimizer(torch.optim.Optimizer):
                 for p in places
             )
         }
-        self.policy.require_matched(matched, [p.path for p in places])
+        self.policy.require_matched(matched, [p.path for p in places], operators=[(p.operator, p.kind) for p in places])
         self._checked = len(self._compiled)
 
     def reseed(self, seed: int, step: int = 0) -> RoundedOptimizer:
