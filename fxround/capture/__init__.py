@@ -554,15 +554,11 @@ def _tangent(result: Port) -> Port:
     if result.mutation:
         raise CaptureError(
             f"the model changes {result.name or f'argument {result.index}'} in place, and a gradient flows through the "
-            "change: compute a new tensor and return it." + (_RENORMALIZED if result.kind == "parameter" else "")
+            "change: compute a new tensor and return it. An embedding with max_norm does this when its weight is "
+            "trained: leave max_norm out, and call torch.embedding_renorm_(weight, indices, max_norm, norm_type) under "
+            "torch.no_grad() before the model."
         )
     return replace(result, kind="tangent")
-
-
-_RENORMALIZED: Final = (
-    " An nn.Embedding with max_norm does this when it is trained: leave max_norm out, and call "
-    "torch.embedding_renorm_(weight, indices, max_norm, norm_type) under torch.no_grad() before the model."
-)
 
 
 def _examples(example: Any, varying: Collection[Dimension] = ()) -> Iterator[tuple[Any, bool]]:

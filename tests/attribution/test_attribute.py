@@ -775,3 +775,19 @@ def test_what_cannot_be_attributed_is_refused() -> None:
     other = fxround.compile_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), "stochastic")
     with pytest.raises(ValueError, match="none of the model's parameters"):
         fxround.attribute(mlp()[:4], torch.randn(5, 24), loss=lambda y: y.sum(), optimizer=other)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turn).abs()
+
+
+def test_complex_parameters_and_arguments_are_named() -> None:
+    with pytest.raises(UnsupportedOperator, match=r"^parameter turn yields complex numbers"):
+        fxround.attribute(Turned(), torch.randn(4))
+    with pytest.raises(UnsupportedOperator, match=r"^argument 0 yields complex numbers"):
+        fxround.attribute(Calls(torch.abs), torch.randn(4, dtype=torch.complex64))

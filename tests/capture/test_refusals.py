@@ -264,3 +264,21 @@ LOCK: Final = threading.Lock()
 
 def test_an_error_without_a_message_is_named() -> None:
     assert "reason  AssertionError without a message\n" in str(explained(nn.Linear(1, 1), AssertionError()))
+
+
+def test_an_embedding_that_is_renormalized_and_trained_is_refused_with_advice_that_works() -> None:
+    torch.manual_seed(0)
+    stock, tokens = nn.Embedding(10, 4, max_norm=1.0), torch.tensor([1, 2, 1])
+    with pytest.raises(
+        CaptureError, match=r"changes weight in place.*leave max_norm out, and call torch\.embedding_re"
+    ):
+        fxround.compile(stock, "identity")(tokens)
+    other = nn.Embedding(10, 4)
+    other.load_state_dict(stock.state_dict())
+    compiled = fxround.compile(other, "identity")
+    with torch.no_grad():
+        torch.embedding_renorm_(other.weight, tokens, 1.0, 2.0)
+    for model in (stock, compiled):
+        model(tokens).square().sum().backward()
+    assert torch.equal(stock.weight, other.weight)
+    assert other.weight.grad is not None and torch.equal(stock.weight.grad, other.weight.grad)
