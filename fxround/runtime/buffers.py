@@ -86,7 +86,7 @@ class _Guard:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor of signalling NaNs between guard words."""
         size = math.prod(shape) * dtype.itemsize
-        memory = torch.full((size + 2 * _GUARD,), _WORD, dtype=torch.uint8)
+        memory = torch.full((size + 2 * _GUARD,), _WORD, dtype=torch.uint8, device="cpu")
         inside = memory[_GUARD : _GUARD + size].view(dtype).view(tuple(shape))
         _poison(inside)
         self.lent.append(memory)
@@ -146,15 +146,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU)
         return _POOL.guard.empty(shape, dtype)
     size = math.prod(shape) * dtype.itemsize
     if size < WORTHWHILE:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=_CPU)
     buffer = _POOL.take(size)
     if buffer is None:
-        fresh = torch.empty(shape, dtype=dtype)
+        fresh = torch.empty(shape, dtype=dtype, device=_CPU)
         fresh.untyped_storage().lent = True  # type: ignore[attr-defined]
         return fresh
     buffer.lent = True
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    return torch.empty(0, dtype=dtype).set_(buffer, 0, tuple(shape), strides)
+    return torch.empty(0, dtype=dtype, device=_CPU).set_(buffer, 0, tuple(shape), strides)
 
 
 def out_of_memory(error: torch.OutOfMemoryError, what: str, operands: Iterable[Any]) -> torch.OutOfMemoryError:
@@ -172,7 +172,7 @@ def fills_its_buffer(tensor: Tensor) -> bool:
 def again(dead: Tensor) -> Tensor:
     """A row-major tensor in the memory of one that covers its buffer and that only its reader still reaches."""
     strides = [math.prod(dead.shape[d + 1 :]) for d in range(dead.dim())]
-    made = torch.empty(0, dtype=dead.dtype)
+    made = torch.empty(0, dtype=dead.dtype, device=_CPU)
     return made.set_(dead.untyped_storage(), dead.storage_offset(), tuple(dead.shape), strides)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, fx
 
+from fxround.graph.dialect import CALLS
 from fxround.graph.generated_code import forget_source_of
 from fxround.numerics.lazy import cached_property
 from fxround.runtime import buffers
@@ -42,9 +43,9 @@ SIZES: Final = (_ATEN.sym_size.int, _ATEN.sym_stride.int, _ATEN.sym_numel.defaul
 _VARYING: Final = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 
 
-def rounds_nothing(graph: fx.GraphModule, functions: Mapping[Any, Callable[..., Any]]) -> bool:
-    """Whether PyTorch's operators compute everything in a graph. functions: those of the operators of the dialect."""
-    return not any(node.op == "call_module" or node.target in functions for node in graph.graph.nodes)
+def rounds_nothing(graph: fx.GraphModule) -> bool:
+    """Whether operators of PyTorch's compute everything in a graph, and no operator of the dialect."""
+    return not any(node.op == "call_module" or node.target in CALLS for node in graph.graph.nodes)
 
 
 def parts_of(value: Any) -> list[Any]:

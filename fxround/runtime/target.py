@@ -135,7 +135,7 @@ class Target(Protocol):
     ) -> Computed | None:
         """Run a graph, and plan its calls for small inputs; None if its values are large, or nothing is planned.
 
-        functions: those of the operators of the dialect.
+        functions: those of the operators of the dialect, and of operators that choose values.
         """
 
 

@@ -554,6 +554,17 @@ def test_margin_losses_are_those_of_pytorchs_kernels(name: str, reduction: str) 
         assert torch.equal(compiled(x), results[0])
 
 
+@pytest.mark.parametrize("name", MARGINS)
+def test_margin_losses_refuse_the_dtypes_that_pytorchs_kernels_refuse(name: str) -> None:
+    function, classes = MARGINS[name]
+    x, target = torch.randn(3, 3), torch.tensor(classes, dtype=torch.int32)
+    with pytest.raises(RuntimeError) as stock:
+        function(x, target)
+    with pytest.raises(RuntimeError) as refused:
+        fxround.compile(lambda x: function(x, target), "identity")(x)
+    assert str(refused.value) == str(stock.value)
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -16,6 +16,7 @@ from fxround import instruction_set
 from fxround.runtime.cpu import pooling
 from fxround.runtime.cpu.llvm.engine import instruction_sets
 from fxround.runtime.cpu.pooling import run_max_pool2d
+from fxround.runtime.target import CPU
 from fxround.runtime.torch_ops import max_pool2d
 
 OPERATOR = torch.ops.aten.max_pool2d_with_indices.default
@@ -136,6 +137,35 @@ def test_what_it_does_not_read_is_left_to_pytorch(kind: str) -> None:
         assert torch.equal(got, want) and got.stride() == want.stride()
 
 
+@pytest.mark.parametrize("shape", [(64, 1, 28, 28), (1, 28, 28), (400, 1, 28, 28), (2048, 3, 2, 2)])
+def test_strides_are_those_of_pytorch_where_a_size_is_one(shape: tuple[int, ...]) -> None:
+    """Of one channel, or one pixel, a tensor is row-major and has channels last at once."""
+    x = torch.randn(shape)
+    kinds = [x]
+    if len(shape) == 4:
+        kinds.append(torch.empty(shape, memory_format=torch.channels_last).copy_(x))
+    compiled = fxround.compile(lambda x: F.max_pool2d(x, 2, return_indices=True), "identity")
+    for operand in kinds:
+        want = OPERATOR(operand, 2)
+        with torch.no_grad():
+            for got in (run_max_pool2d(operand, 2), *(compiled(operand) for _ in range(4))):
+                for a, b in zip(got, want, strict=True):
+                    assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_the_default_device_is_not_asked() -> None:
+    x, model = torch.randn(16, 8, 16, 16), nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 4, 3), nn.Softmax(-1))
+    compiled = fxround.compile(model, "reproducible")
+    with torch.no_grad():
+        want = compiled(x)
+        torch.set_default_device("meta")
+        try:
+            results = [compiled(x) for _ in range(3)]
+        finally:
+            torch.set_default_device(None)
+    assert all(torch.equal(result, want) for result in results)
+
+
 def test_sizes_are_as_those_of_pytorch() -> None:
     x = torch.randn(16, 8, 16, 16)
     for arguments in ((3,), ([3],), ([3, 3], []), ([3, 3], 2, [1]), ([2, 3], [1, 2], 1, [1, 1], True)):
@@ -173,6 +203,26 @@ class Pooled(nn.Module):
         y = self.conv(x).relu()
         pooled, places = F.max_pool2d(y, 3, 2, 1, return_indices=True)
         return F.max_pool2d(pooled, 2) * 2, places
+
+
+@pytest.mark.parametrize("policy", ["reproducible", "identity"])
+@pytest.mark.parametrize("batch", [64, 512, 1])
+def test_calls_run_it_unless_the_result_is_small(batch: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return run_max_pool2d(*arguments)
+
+    monkeypatch.setattr(type(CPU), "max_pool2d", staticmethod(counted))
+    x = torch.randn(batch, 4, 28, 28)
+    compiled = fxround.compile(nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), policy)
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(x)
+        calls.clear()
+        assert torch.equal(compiled(x), F.max_pool2d(x.relu(), 2))
+    assert len(calls) == (batch > 1)
 
 
 @pytest.mark.parametrize("policy", ["reproducible", "stochastic", "identity"])

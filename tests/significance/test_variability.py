@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxround
+from fxround.policy import Policy, Rule
 from fxround.significance.bits import penalty, significant_bits
 from fxround.significance.moments import Moments
 from fxround.significance.report import CheckFailed
@@ -161,6 +162,26 @@ def test_operations_that_draw_nothing_are_not_called_wrong() -> None:
     assert report["output"].evidence == 0 and report["output"].agreement["binary64"].outside_share > 0.5
     assert "STABLE AND WRONG" not in said
     assert "no spread says whether that is much, since nothing is drawn in linalg_pinv" in said
+
+
+def test_one_of_several_results_is_called_wrong_whatever_draws_nothing() -> None:
+    class Absorbed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + 1e8) - 1e8
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.absorbed = Absorbed()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.linalg.pinv(x), self.absorbed(x)
+
+    rules = (Rule(rounding="binary32/stochastic", optional=True), Rule("absorbed", rounding="binary32/nearest_even"))
+    x = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match="draws nothing: linalg_pinv"):
+        report = fxround.variability(Two(), x, Policy("two", rules), samples=5)
+    assert any(line.startswith("output[1]: STABLE AND WRONG") for line in report.findings)
 
 
 def test_a_sound_computation_is_not_called_wrong(report: fxround.VariabilityReport) -> None:

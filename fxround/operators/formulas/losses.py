@@ -152,6 +152,13 @@ def nll_loss_backward(
     return torch.zeros_like(x).scatter(dim, classes.unsqueeze(dim), value.unsqueeze(dim))
 
 
+def _require_dtypes(x: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
+    """Raise what PyTorch's kernels raise for targets that are not int64, and for weights of another dtype."""
+    for tensor, expected in ((target, torch.int64), (weight, x.dtype)):
+        if tensor is not None and tensor.dtype != expected:
+            raise RuntimeError(f"a tensor of a margin loss is {tensor.dtype}; expected {expected}")
+
+
 @formula(aten.multi_margin_loss.default)
 def multi_margin_loss(
     x: Tensor, target: Tensor, p: Any = 1, margin: Any = 1, weight: Tensor | None = None, reduction: int = _MEAN
@@ -159,6 +166,7 @@ def multi_margin_loss(
     """multi_margin_loss(x, t) = sum(where(arange(len(x[0])) == t, 0, relu((1 - gather(x, 1, t)) + x))) / n"""
     # A margin in place of 1; for p = 2 a term is its square; it is multiplied by the weight of t then. The gradient of
     # relu is 0 at 0, as that of PyTorch's kernel.
+    _require_dtypes(x, target, weight)
     if p not in (1, 2) or x.dim() > 2:
         return NotImplemented  # type: ignore[no-any-return]
     rows, targets = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
@@ -176,6 +184,7 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[T
     """multilabel_margin_loss(x, t) = sum(sum of relu((1 - x[j]) + x[i]) / classes over targets j and others i) / n"""
     # The targets of a row are the classes before its first -1, for which PyTorch's decomposition takes class 0. The
     # second result is 1 for a class that is a target, and 0 for the others.
+    _require_dtypes(x, target)
     rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = rows.shape[1]
     places = torch.arange(classes, device=target.device)

@@ -159,7 +159,7 @@ class LaunchTable:
     def run(self, outside: Sequence[int], draw: Draw, steps: int = 1) -> None:
         """Run all launches for each step. outside: the addresses of the homes outside."""
         # A tensor of the call, not of the thread: a signal handler may call the model, too.
-        space = torch.empty(self._size, dtype=torch.uint8)
+        space = torch.empty(self._size, dtype=torch.uint8, device="cpu")
         at = space.data_ptr()
         plan, bases = self._at, self._bases(0, 0, draw.seed, draw.sample, *outside)
         for begin in range(0, steps, _AT_ONCE):

@@ -56,7 +56,7 @@ def run_parts(
 @lru_cache(maxsize=256)
 def _number(value: str, carrier: Storage) -> Tensor:
     """A number as a tensor of no dimensions."""
-    return torch.tensor(float.fromhex(value), dtype=dtype_of(carrier))
+    return torch.tensor(float.fromhex(value), dtype=dtype_of(carrier), device="cpu")
 
 
 def _run(kernel: Map, operands: Sequence[Tensor], key: Any) -> Tensor:

@@ -33,7 +33,7 @@ def pad(x: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
     x = x.resolve_neg()
     x = x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
     sizes = [size + low + high for size, low, high in zip(x.shape, before, after, strict=True)]
-    out = torch.empty(sizes, dtype=x.dtype)
+    out = torch.empty(sizes, dtype=x.dtype, device="cpu")
     if out.numel() == 0:
         return out
     item = x.itemsize

@@ -191,11 +191,11 @@ def _positions(shape: ConvolutionSizes, cut: int) -> int:
 def _taps(shape: ConvolutionSizes, cut: int, variant: PlanesVariant) -> Tensor:
     """The offset in the planes of a group of each product's element, for the result at position 0."""
     lines, part, plane = _extents(shape, cut, variant)
-    offsets = torch.arange(shape.channels) * plane
+    offsets = torch.arange(shape.channels, device="cpu") * plane
     # A tap is met in the part of its remainder by the stride, ``reach // stride`` lines or columns further on.
     line, number = (lines[1] * lines[2], lines[2], 1), (shape.stride[1] * shape.stride[2], shape.stride[2], 1)
     for d in range(3):
-        reach = shape.dilation[d] * torch.arange(shape.taps[d])
+        reach = shape.dilation[d] * torch.arange(shape.taps[d], device="cpu")
         taps = reach // shape.stride[d] * line[d] + reach % shape.stride[d] * number[d] * part
         offsets = (offsets[:, None] + taps).reshape(-1)
     return offsets
@@ -206,7 +206,7 @@ def _places(shape: ConvolutionSizes, cut: int) -> Tensor:
     _, lines1, lines2 = shape.lines(cut)
     size1, size2 = shape.results[1:]
     # Positions in gaps get numbers of other results: they start streams whose results are dropped.
-    position = torch.arange(_positions(shape, cut) + _LANES)
+    position = torch.arange(_positions(shape, cut) + _LANES, device="cpu")
     row = position // lines2
     return ((row // lines1) * size1 + row % lines1) * size2 + position % lines2
 

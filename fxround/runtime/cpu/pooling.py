@@ -16,11 +16,12 @@ from fxround.runtime.cpu.code import current_set, native, signature
 from fxround.runtime.cpu.llvm.pooling import LANES, PoolVariant, build_pool
 from fxround.runtime.cpu.pointwise import addresses, array
 from fxround.runtime.cpu.threads import pieces_of, spread
+from fxround.runtime.layouts import row_major
 
 _POOL: Final = signature(2, 4)
 _OPERATOR: Final = torch.ops.aten.max_pool2d_with_indices.default
 # The fewest elements of a result that are worth this call, and the elements of windows that are worth another thread.
-_LEAST: Final = 1 << 10
+LEAST: Final = 1 << 10
 _ENOUGH: Final = 1 << 16
 # The most elements of a plane, whose indices are computed as 32 bits, and the widest windows that code is written for.
 _PLANE: Final = 1 << 30
@@ -39,7 +40,7 @@ def run_max_pool2d(
     call = _call_for(x, windows, ceil_mode)
     if call is None:
         return _OPERATOR(x, kernel, stride, padding, dilation, ceil_mode)  # type: ignore[no-any-return]
-    values, indices = torch.empty(call.shape, dtype=x.dtype), torch.empty(call.shape, dtype=torch.int64)
+    values, indices = (torch.empty(call.shape, dtype=dtype, device="cpu") for dtype in (x.dtype, torch.int64))
     arguments = (ctypes.addressof(call.layout), *addresses((x, values, indices)))
     spread(call.function, call.items, pieces_of(len(call.items), call.enough), arguments)
     return values, indices
@@ -88,7 +89,10 @@ def _planned(
     step_h, step_w = stride or (kernel_h, kernel_w)
     rows, columns = map(int, values.shape[-2:])
     height, width = map(int, shape[-2:])
-    if not values.is_contiguous() or values.numel() < _LEAST or kernel_w > _WIDEST or height * width > _PLANE:
+    # Of one channel, a row-major operand may have the strides of channels last, and so has the result then.
+    if list(values.stride()) != row_major(values.shape) or values.numel() < LEAST:
+        return None
+    if kernel_w > _WIDEST or height * width > _PLANE:
         return None
     variant = PoolVariant(STORAGES[dtype], kernel_w, step_w, dilation_w)
 

@@ -95,7 +95,7 @@ def scratch(size: int, shared: bool) -> tuple[Tensor, int]:
     total = step * (torch.get_num_threads() if shared else 1)
     kept: Tensor | None = getattr(_KEPT, "scratch", None)
     if kept is None or kept.numel() < total:
-        kept = _KEPT.scratch = torch.empty(total, dtype=torch.uint8)
+        kept = _KEPT.scratch = torch.empty(total, dtype=torch.uint8, device="cpu")
     return kept, step
 
 

@@ -23,7 +23,7 @@ from fxround.runtime.operands import resolved
 from fxround.runtime.schedule.plan_cache import PlanCache
 from fxround.runtime.schedule.reused_memory import reusing
 from fxround.runtime.target import Target, is_forced, target_of
-from fxround.runtime.torch_ops import KERNELS
+from fxround.runtime.torch_ops import CHOICES, KERNELS
 
 # The key of a scheduled graph's ``meta`` for the graph that it was made of, with loops as modules.
 SOURCE: Final = "fxround_source"
@@ -93,7 +93,7 @@ class Straight:
 
     @cached_property
     def _rounds_nothing(self) -> bool:
-        return self._source is not None and rounds_nothing(self._source, KERNELS)
+        return self._source is not None and rounds_nothing(self._source)
 
     def _planned(self, key: Any, target: Target, inputs: Sequence[Any]) -> Computed | bool:
         """Note a layout that is new, and plan one that was seen before, which computes what the graph returns."""
@@ -103,7 +103,7 @@ class Straight:
             self._plans.put(key, None if self._may_plan(inputs) else _Planned(False, target, settings, alike))
             return False
         with torch.no_grad():
-            made = target.program(self._source, inputs, KERNELS) if all(map(_is_small, inputs)) else None
+            made = target.program(self._source, inputs, KERNELS | CHOICES) if all(map(_is_small, inputs)) else None
             if made is None and self._rounds_nothing:
                 made = reusing(self._source, inputs)
         plan = False if made is None or made.plan is None else made.plan

@@ -587,8 +587,10 @@ def _adaptive(study: Study) -> Adaptive | None:
 
 
 def _findings(report: VariabilityReport) -> Iterator[str]:
+    # Of several results, nothing says which ones are computed from an operation.
+    names = [text.partition(":")[0] for text in report.undrawn] if len(report.outputs) == 1 else []
     for f in report.outputs:
-        yield from _stability(f, report.undrawn)
+        yield from _stability(f, names)
     for metric in report.metrics:
         if metric.rows is not None:
             more = ", ..." if len(metric.rows) > SHOWN_ROWS else ""
@@ -620,7 +622,7 @@ def _stability(f: Figures, undrawn: Sequence[str]) -> Iterator[str]:
         if a.outside_share >= (OUTSIDE if f.elements >= FEW else OUTSIDE_OF_FEW):
             if f.evidence == 0 and undrawn:
                 # Equal samples say nothing about operations that are the same in all of them.
-                names = ", ".join(text.partition(":")[0] for text in undrawn[:3])
+                names = ", ".join(undrawn[:3])
                 yield (
                     f"{name}: {a.outside_share:.0%} of elements differ from the {reference} run, and no spread says "
                     f"whether that is much, since nothing is drawn in {names}; {a.bits:.1f} bits agree in the mean, "

@@ -149,7 +149,7 @@ class CopyingPlanner(Planner):
             for n, first in zip(pads[i : i + 2], (True, False), strict=True):
                 if n:
                     shape = [n if d == dim else size for d, size in enumerate(value.tensor.shape)]
-                    row = self.kept(torch.full(shape, fill, dtype=value.tensor.dtype))
+                    row = self.kept(torch.full(shape, fill, dtype=value.tensor.dtype, device="cpu"))
                     parts = [row, *parts] if first else [*parts, row]
             value = self._joined(parts, dim) if len(parts) > 1 else value
         self.env[node] = value if any(pads) else self._copied(value)

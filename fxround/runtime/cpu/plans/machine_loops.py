@@ -47,7 +47,7 @@ class _Copy:
         """Copy the numbers of a call."""
         x = operands[self.operand].detach()
         begin = x.storage_offset() + self.shift // x.itemsize
-        return torch.empty(self.shape, dtype=x.dtype).copy_(x.as_strided(self.shape, self.strides, begin))
+        return torch.empty(self.shape, dtype=x.dtype, device="cpu").copy_(x.as_strided(self.shape, self.strides, begin))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ScanPlanner(CopyingPlanner):
         self.operands = len(operands)
         entries = body.graph.find_nodes(op="placeholder")
         self.carries = [
-            Value(torch.empty(x.shape, dtype=_stored(x)), self.operands + i, carried=True)
+            Value(torch.empty(x.shape, dtype=_stored(x), device="cpu"), self.operands + i, carried=True)
             for i, x in enumerate(operands[:carries])
         ]
         for i, (node, x) in enumerate(zip(entries, operands, strict=True)):
@@ -191,7 +191,7 @@ class ScanPlanner(CopyingPlanner):
         if x.nbytes > _COPIED_BYTES:
             return value
         self.copies.append(_Copy(operand, value.shift, x.shape, x.stride()))
-        return Value(torch.empty(x.shape, dtype=x.dtype), _COPIES - len(self.copies) + 1)
+        return Value(torch.empty(x.shape, dtype=x.dtype, device="cpu"), _COPIES - len(self.copies) + 1)
 
     def launch(self, launch: Launch) -> None:
         """Add a kernel to a step."""

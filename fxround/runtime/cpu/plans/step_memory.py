@@ -36,7 +36,7 @@ class StepMemory:
             made = self.held[memory].view(dtype).view(tuple(shape))
         else:
             # A byte for a value of none: without one, it would have no memory to tell it from others by.
-            owner = torch.empty(max(1, wanted), dtype=torch.uint8)
+            owner = torch.empty(max(1, wanted), dtype=torch.uint8, device="cpu")
             memory = memory_of(owner)
             self.held[memory] = owner
             made = owner[:wanted].view(dtype).view(tuple(shape))

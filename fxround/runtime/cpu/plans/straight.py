@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from fxround.graph.dialect import CALLS
 from fxround.graph.values import outputs_of
 from fxround.runtime.call_programs import (
     SIZES,
@@ -36,6 +37,8 @@ from fxround.runtime.cpu.plans.planner import NoPlan, Planner, Value
 from fxround.runtime.cpu.pointwise import addresses
 from fxround.runtime.draw import Draw
 
+# The fewest elements of a result that are worth a function of ours in place of an operator that chooses values.
+CHOSEN: Final = 1 << 10
 # The most elements of a result of Python, and the most bytes that the kernels of a graph write.
 _ELEMENTS: Final = 1 << 18
 _BYTES: Final = 1 << 19
@@ -62,7 +65,7 @@ def program(
 ) -> Computed | None:
     """Run a graph one operation at a time; None if there are large values, or tensors that are not on the CPU.
 
-    functions: those of the operators of the dialect.
+    functions: those of the operators of the dialect, and of operators that choose values.
     """
     if any(isinstance(x, Tensor) and not x.is_cpu for x in inputs):
         return None
@@ -93,7 +96,7 @@ class StraightPlanner(Planner):
         # The homes that kernels make.
         self.makes = set[int]()
         # Nothing is rounded: PyTorch's operators compute everything, copies included.
-        self.unrounded = rounds_nothing(graph, functions)
+        self.unrounded = rounds_nothing(graph)
         self.rng: Any = None
         self.places: dict[fx.Node, int] = {}
         self.held: list[Any] = []
@@ -164,7 +167,7 @@ class StraightPlanner(Planner):
         """Return a result of a kernel."""
         if self.unrounded:
             raise NoPlan
-        made = torch.empty(tuple(shape), dtype=dtype)
+        made = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         if not made.numel():
             raise NoPlan  # no kernel writes it
         self.bytes += made.nbytes
@@ -272,7 +275,9 @@ class StraightPlanner(Planner):
             if isinstance(part, Value):
                 self.slots[part.home] = slot
         expected = expectation(node.target, _tensors(value))
-        function = binding(self._function(node), self._argument(node.args))
+        chooses = node.target in self.functions and node.target not in CALLS
+        few = chooses and all(part.tensor.numel() < CHOSEN for part in parts if isinstance(part, Value))
+        function = binding(node.target if few else self._function(node), self._argument(node.args))
         given = (args[0], self.numbers[node]) if node in self.numbers else _plain(args)
         self.steps.append(PythonCall(function, given, dict(kwargs), results, isinstance(value, list), expected))
         if not isinstance(value, list):
