@@ -168,7 +168,7 @@ def multi_margin_loss(
     # relu is 0 at 0, as that of PyTorch's kernel.
     _require_dtypes(x, target, weight)
     if p not in (1, 2) or x.dim() > 2:
-        return NotImplemented  # type: ignore[no-any-return]
+        return NotImplemented  # type: ignore[no-any-return]  # PyTorch's own definition raises for these
     rows, targets = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
     terms = ((margin - torch.gather(rows, 1, targets)) + rows).relu()
     terms = terms if p == 1 else terms * terms

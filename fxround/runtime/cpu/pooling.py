@@ -84,7 +84,7 @@ def _planned(
     try:
         values, _ = _OPERATOR(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), *windows, ceil_mode)
     except (RuntimeError, TypeError, ValueError):
-        return None
+        return None  # the operator itself is called, and raises it
     (kernel_h, kernel_w), stride, (padding_h, padding_w), (dilation_h, dilation_w) = windows
     step_h, step_w = stride or (kernel_h, kernel_w)
     rows, columns = map(int, values.shape[-2:])

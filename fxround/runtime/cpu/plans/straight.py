@@ -35,10 +35,9 @@ from fxround.runtime.call_programs import (
 from fxround.runtime.cpu.launches import Address, KeyAddress, Launch, LaunchTable
 from fxround.runtime.cpu.plans.planner import NoPlan, Planner, Value
 from fxround.runtime.cpu.pointwise import addresses
+from fxround.runtime.cpu.pooling import LEAST
 from fxround.runtime.draw import Draw
 
-# The fewest elements of a result that are worth a function of ours in place of an operator that chooses values.
-CHOSEN: Final = 1 << 10
 # The most elements of a result of Python, and the most bytes that the kernels of a graph write.
 _ELEMENTS: Final = 1 << 18
 _BYTES: Final = 1 << 19
@@ -275,8 +274,9 @@ class StraightPlanner(Planner):
             if isinstance(part, Value):
                 self.slots[part.home] = slot
         expected = expectation(node.target, _tensors(value))
+        # To ask the function whether a small result is worth its code takes as long as PyTorch's operator.
         chooses = node.target in self.functions and node.target not in CALLS
-        few = chooses and all(part.tensor.numel() < CHOSEN for part in parts if isinstance(part, Value))
+        few = chooses and all(part.tensor.numel() < LEAST for part in parts if isinstance(part, Value))
         function = binding(node.target if few else self._function(node), self._argument(node.args))
         given = (args[0], self.numbers[node]) if node in self.numbers else _plain(args)
         self.steps.append(PythonCall(function, given, dict(kwargs), results, isinstance(value, list), expected))
