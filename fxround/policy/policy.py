@@ -430,7 +430,8 @@ NAMED: Final[dict[str, Policy]] = {}
 def _advice(rule: Rule, paths: Sequence[str], operators: Sequence[tuple[str, str]]) -> str:
     """Return the end of a sentence about a rule that matches nothing: what the model has in its place."""
     said = "Correct it, or set optional=True if it may match nothing."
-    if rule.operator is None or any(selects("*", rule.operator, path="", name=o, kind=k) for o, k in operators):
+    known = any(selects("*", rule.operator, path="", name=name, kind=kind) for name, kind in operators)
+    if rule.operator is None or known or not operators:
         return (
             f"{nearest(rule.match, paths)} {said} The model's modules: {', '.join(p or '(root)' for p in paths[:20])}"
         )

@@ -176,7 +176,9 @@ def test_an_operator_that_the_model_lacks_is_named_with_those_that_it_has() -> N
         told = str(error.value)
         assert f"which has no operator {operator!r}" in told and said in told
         assert "the operators add, amax, div, exp, mm, mul, sub, sum of the kinds" in told and "summary() shows" in told
-    # The operator is there, and the module is not.
+    # Nothing of the kind that the rule speaks of is there, or the operator is, and the module is not.
+    with pytest.raises(PolicyError, match=r"The model's modules: 0$"):
+        Policy("p", (Rule(operator="mm", rounding="bfloat16"),)).require_matched((), ["0"])
     policy = Policy("p", (Rule("0.x", operator="mm", rounding="bfloat16"),))
     with pytest.raises(PolicyError, match=r"did you mean '0'\?.*The model's modules: \(root\), 0, 1"):
         fxround.compile(model, policy, example_inputs=torch.randn(2, 4))
