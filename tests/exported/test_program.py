@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
 import fxround
+from fxround.capture.quick_reading import quick_reading
 from fxround.errors import FxroundError
 from fxround.version import VERSION
 
@@ -80,6 +81,29 @@ def test_a_file_without_example_inputs_has_the_same_program(
 ) -> None:
     path = compiled.export(tmp_path / "model.pt2", x[:1], keep_inputs=False)
     assert torch.export.load(path).example_inputs is None and torch.equal(fxround.load(path)(x), compiled(x))
+
+
+def test_a_program_that_is_read_quickly_is_the_same(tmp_path: Path) -> None:
+    """Its graph, and all that PyTorch knows of its sizes: examples, ranges and the place of each in the values."""
+
+    class Joined(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.cat((x, y)).cumsum(0) * torch.cat((y, x, y)).sum(0)
+
+    x, y = torch.randn(3, 4), torch.randn(5, 4)
+    path = fxround.compile(Joined(), "stochastic").export(tmp_path / "joined.pt2", (x, y))
+
+    def read() -> Any:
+        exported = torch.export.load(path)
+        values = [node.meta.get("val") for node in exported.graph.nodes]
+        sizes = [str(value.shape) for value in values if isinstance(value, Tensor)]
+        environment = next(mode for v in values if (mode := getattr(v, "fake_mode", None)) is not None).shape_env
+        examples, ranges = environment.backed_var_to_val, environment.var_to_range
+        return exported.graph_module.code, sizes, *(sorted(map(str, known.items())) for known in (examples, ranges))
+
+    with quick_reading():
+        found = read()
+    assert found == read() and any("s" in size for size in found[1]) and len(found[2]) >= 2
 
 
 @pytest.mark.parametrize("state", [torch.zeros(3, dtype=torch.int64), torch.zeros(2), torch.tensor([-1, 0]), [1], "x"])
