@@ -105,6 +105,7 @@ def test_results_beside_ties(dtype: Any, name: str, text: str) -> None:
         assert same(found, [exact(a, b) for a, b in zip(*(o.double().tolist() for o in operands), strict=True)])
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("text", [*ROUNDINGS, "bfloat16", "binary16", "binary32", "ieee(7,11)", "e8m0fnu"])
 @pytest.mark.parametrize("name", ["add", "sub"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -105,6 +105,7 @@ def test_gradients_of_every_mode_are_stock_s_but_for_roundings(mode: str) -> Non
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("policy", ["identity", "reproducible"])
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])

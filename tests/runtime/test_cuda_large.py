@@ -90,6 +90,7 @@ def numbered(kernel: Contract, a: Array, b: Array, first: int, monkeypatch: pyte
     return reference.contract(kernel, a[None], b[None], KEY)[0]
 
 
+@pytest.mark.long
 def test_a_product_of_many_elements_and_a_map(host: HostLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last tiles, with the numbers of the streams and of the map's elements."""
     steps = contract_kernel(

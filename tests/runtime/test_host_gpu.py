@@ -44,16 +44,13 @@ def problems(request: pytest.FixtureRequest, compiler: str, tmp_path_factory: py
     "exported",
     "state_on_the_device",
     "moved",
-    "moved_without_arguments",
     "autocast",
-    "moved_before_backward",
     "replayed",
     "captured_step",
     "two_devices",
     "mixed",
     "GRUCell",
     "index_put",
-    "localize",
 )
 @pytest.mark.parametrize("case", NAMES)
 def test_a_model_runs_on_a_host_gpu_with_the_cpus_bits(problems: dict[str, str], case: str) -> None:

@@ -89,7 +89,7 @@ class Tables(nn.Module):
         return torch.exp(centred - largest) + y * self.shift, mean, largest * 0.75
 
 
-@pytest.mark.part(5)
+@pytest.mark.part(11)
 @pytest.mark.parametrize("isa", instruction_sets())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("policy", ["stochastic", "reproducible", "up_down"])

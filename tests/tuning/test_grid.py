@@ -41,6 +41,7 @@ def same(got: Tensor, wanted: list[float]) -> bool:
     return torch.equal(got.double().view(torch.int64), expected.view(torch.int64))
 
 
+@pytest.mark.part(5)
 @pytest.mark.parametrize("text", SCALED)
 def test_neighbours_of_scaled_formats_are_the_specification_s(text: str) -> None:
     rounding = nearest_of(any_rounding(text))

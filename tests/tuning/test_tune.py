@@ -120,6 +120,7 @@ def test_a_layer_has_its_format_whatever_the_others_have() -> None:
         assert torch.equal(got, value), assignment
 
 
+@pytest.mark.part(2)
 @pytest.mark.parametrize("per", ["layer", "operator"])
 @pytest.mark.parametrize("others", [("mxfp8", "bfloat16"), ("e4m3fn/stochastic", "reproducible"), ("int8", "identity")])
 def test_rules_of_modules_around_do_not_reach_inside(per: Any, others: tuple[str, str]) -> None:
