@@ -128,3 +128,26 @@ def test_nans_infinities_and_zeros_are_stock_s(mode: str, padding: str, align: b
         assert torch.equal(got.isnan(), want.isnan())
         number = ~want.isnan()
         assert torch.equal(got[number].view(torch.int32), want[number].view(torch.int32))
+
+
+@pytest.mark.parametrize("align", [False, True])
+@pytest.mark.parametrize("padding", ["border", "reflection"])
+def test_at_the_first_and_last_pixel_the_slope_is_that_of_the_kernel(padding: str, align: bool) -> None:
+    """0 where a coordinate is clipped, or at the pixel itself: there the slopes of the two sides differ.
+
+    Coordinates are eighths of pixels, and pixels small whole numbers, so that nothing is rounded, in whatever order.
+    """
+    size = 5 if align else 4
+    steps = torch.tensor([-1.0, 1.0, -0.75, 0.75, 0.25, -1.25, 1.25, -2.0, 2.0, 3.0, -3.0], dtype=torch.float64)
+    grid = torch.stack(torch.meshgrid(steps, steps, indexing="ij"), -1)[None]
+    image = torch.randint(-8, 8, (1, 2, size, size)).double()
+    at = grid.clone().requires_grad_()
+    # stock: exact numbers, from which an ulp of binary64 does not lead to other ones of binary32
+    (want,) = torch.autograd.grad(F.grid_sample(image, at, "bilinear", padding, align).sum(), at)
+    (got,) = torch.autograd.grad(
+        fxround.compile(lambda x, at: F.grid_sample(x, at, "bilinear", padding, align), "reproducible")(
+            image, at
+        ).sum(),
+        at,
+    )
+    assert torch.equal(got, want.float().double()) and (got == 0).any() and (got != 0).any()

@@ -37,6 +37,21 @@ class _WithoutSlope(torch.autograd.Function):
         return gradients[0], torch.zeros_like(grid)
 
 
+class _Clipped(torch.autograd.Function):
+    """A coordinate clipped to the pixels. At the first and the last one the slope is 0, as in PyTorch's kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, at: Tensor, last: int) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.last = last
+        return at.clamp(0, last)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (at,) = ctx.saved_tensors
+        return torch.where((at > 0) & (at < ctx.last), gradients[0], 0.0), None
+
+
 @formula(F.grid_sample)
 def grid_sample(
     x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
@@ -143,7 +158,9 @@ def _padded(at: Tensor, size: int, padding: str, align: bool) -> Tensor:
     """Return the coordinate of the pixel that a padding reads for a whole coordinate."""
     if padding == "reflection":
         at = _reflected(at, 0.0 if align else -0.5, size - 1.0 if align else float(size))
-    return at if padding == "zeros" else at.clamp(0, size - 1)
+    if padding == "zeros":
+        return at
+    return _Clipped.apply(at, size - 1) if at.requires_grad else at.clamp(0, size - 1)  # type: ignore[no-untyped-call]
 
 
 def _reflected(at: Tensor, low: float, span: float) -> Tensor:
