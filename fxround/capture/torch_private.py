@@ -88,8 +88,8 @@ def tracing_switches(by_dynamo: bool = False) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, mha)
         torch.backends.mha.set_fastpath_enabled(False)
         # On CUDA devices, norms and recurrent layers would be cuDNN's own operators.
-        stack.callback(setattr, torch.backends.cudnn, "enabled", cudnn)
-        torch.backends.cudnn.enabled = False
+        stack.callback(torch._C._set_cudnn_enabled, cudnn)
+        torch._C._set_cudnn_enabled(False)
         yield
 
 
