@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -25,15 +24,18 @@ def quick_reading() -> Iterator[None]:
 
     One thread of the process reads or captures at a time. Nothing is collected meanwhile.
     """
-    module: Any = importlib.import_module("torch._export.serde.serialize")
+    # Imported at the first reading: it imports Dynamo.
+    from torch._export.serde import serialize
+    from torch._export.serde.serialize import GraphModuleDeserializer
+
     names = types.SimpleNamespace(**vars(typing))
     names.get_type_hints = _remembered_hints(typing.get_type_hints)
-    reader = module.GraphModuleDeserializer
+    parse = _remembered_sizes(GraphModuleDeserializer._parse_sym_expr)
     with contextlib.ExitStack() as stack:
         stack.enter_context(capturing())
         stack.enter_context(uncollected())
-        stack.enter_context(mock.patch.object(module, "typing", names))
-        stack.enter_context(mock.patch.object(reader, "_parse_sym_expr", _remembered_sizes(reader._parse_sym_expr)))
+        stack.enter_context(mock.patch.object(serialize, "typing", names))
+        stack.enter_context(mock.patch.object(GraphModuleDeserializer, "_parse_sym_expr", parse))
         yield
 
 

@@ -161,7 +161,7 @@ def test_a_failed_capture_leaves_no_trace() -> None:
 
 def test_a_process_that_has_frozen_the_flags_of_pytorch_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """As PyTorch's own tools for tests do, by disable_global_flags, which cannot be undone."""
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", False)
     assert torch.backends.flags_frozen()
     assert captured(nn.Linear(3, 2), torch.randn(4, 3)).outputs and torch.backends.cudnn.enabled
 

@@ -555,6 +555,30 @@ def test_margin_losses_are_those_of_pytorchs_kernels(name: str, reduction: str) 
         assert torch.equal(compiled(x), results[0])
 
 
+REFUSED_BY_KERNELS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "a bias of integers": (F.linear, (torch.ones(2, 4), torch.ones(3, 4), torch.arange(3))),
+    "a bias of another dtype": (F.linear, (torch.ones(2, 4), torch.ones(3, 4), torch.ones(3).half())),
+    "addbmm": (torch.addbmm, (torch.arange(3), torch.ones(2, 2, 4), torch.ones(2, 4, 3))),
+    "targets of integers": (F.binary_cross_entropy, (torch.full((2, 4), 0.5), torch.ones(2, 4).long())),
+    "index_add": (
+        lambda x, index, source: x.index_add(0, index, source),
+        (torch.ones(3, 3), torch.arange(2), torch.ones(2, 3, dtype=torch.float64)),
+    ),
+    "a class that is none, after the last target": (
+        F.multilabel_margin_loss,
+        (torch.ones(2, 4), torch.tensor([[1, -1, 4, 0], [0, 2, -1, -1]])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_KERNELS)
+def test_what_pytorchs_kernels_refuse_is_refused(name: str) -> None:
+    function, arguments = REFUSED_BY_KERNELS[name]
+    for called in (function, fxround.compile(lambda *given: function(*given), "reproducible")):
+        with pytest.raises(RuntimeError):
+            called(*arguments)
+
+
 @pytest.mark.parametrize("name", MARGINS)
 def test_margin_losses_refuse_the_dtypes_that_pytorchs_kernels_refuse(name: str) -> None:
     function, classes = MARGINS[name]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxround.operators.formulas.table import formula, scaled, widened
+from fxround.operators.formulas.table import formula, require_dtype, scaled, widened
 
 aten = torch.ops.aten
 
@@ -195,6 +195,7 @@ def dropout(x: Tensor, p: float, train: bool | None = True) -> Any:
 @formula(aten.index_add.default)
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     """index_add(x, i, s) = x with alpha * s added at i, in the order of s"""
+    require_dtype(x.dtype, source=source)
     indices = [None] * (dim % x.dim()) + [index]
     result: Tensor = aten.index_put(x, indices, scaled(source, alpha), True)
     return result

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fxround.operators.formulas.table import count, formula, scaled, total, widened
+from fxround.operators.formulas.table import count, formula, require_dtype, scaled, total, widened
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -79,6 +79,7 @@ def huber_loss_backward(gradient: Tensor, x: Tensor, target: Tensor, reduction: 
 @formula(aten.binary_cross_entropy.default)
 def binary_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Tensor:
     """binary_cross_entropy(x, t) = sum(((t - 1) * max(log1p(-x), -100) - t * max(log(x), -100)) * weight) / n"""
+    require_dtype(x.dtype, target=target, weight=weight)
     w, t = widened(x), widened(target)
     terms = (t - 1) * (-w).log1p().clamp(min=-100) - t * w.log().clamp(min=-100)
     return _reduced(terms if weight is None else terms * weight, reduction).to(x.dtype)
@@ -152,13 +153,6 @@ def nll_loss_backward(
     return torch.zeros_like(x).scatter(dim, classes.unsqueeze(dim), value.unsqueeze(dim))
 
 
-def _require_dtypes(x: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
-    """Raise what PyTorch's kernels raise for targets that are not int64, and for weights of another dtype."""
-    for tensor, expected in ((target, torch.int64), (weight, x.dtype)):
-        if tensor is not None and tensor.dtype != expected:
-            raise RuntimeError(f"a tensor of a margin loss is {tensor.dtype}; expected {expected}")
-
-
 @formula(aten.multi_margin_loss.default)
 def multi_margin_loss(
     x: Tensor, target: Tensor, p: Any = 1, margin: Any = 1, weight: Tensor | None = None, reduction: int = _MEAN
@@ -166,7 +160,8 @@ def multi_margin_loss(
     """multi_margin_loss(x, t) = sum(where(arange(len(x[0])) == t, 0, relu((1 - gather(x, 1, t)) + x))) / n"""
     # A margin in place of 1; for p = 2 a term is its square; it is multiplied by the weight of t then. The gradient of
     # relu is 0 at 0, as that of PyTorch's kernel.
-    _require_dtypes(x, target, weight)
+    require_dtype(torch.int64, target=target)
+    require_dtype(x.dtype, weight=weight)
     if p not in (1, 2) or x.dim() > 2:
         return NotImplemented  # type: ignore[no-any-return]  # PyTorch's own definition raises for these
     rows, targets = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
@@ -184,13 +179,14 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[T
     """multilabel_margin_loss(x, t) = sum(sum of relu((1 - x[j]) + x[i]) / classes over targets j and others i) / n"""
     # The targets of a row are the classes before its first -1, for which PyTorch's decomposition takes class 0. The
     # second result is 1 for a class that is a target, and 0 for the others.
-    _require_dtypes(x, target)
+    require_dtype(torch.int64, target=target)
     rows, targets = torch.atleast_2d(x), torch.atleast_2d(target)
     classes = rows.shape[1]
     places = torch.arange(classes, device=target.device)
     end = torch.where(targets == -1, places, classes).amin(-1, keepdim=True)
     given = places < end
-    own = torch.gather(rows, -1, torch.where(given, targets, 0))
+    # Targets after the first -1 count for nothing, but one that is no class is an error, as of PyTorch's kernel.
+    own = torch.gather(rows, -1, torch.where(targets == -1, 0, targets))
     is_target = (places == torch.where(given, targets, -1).unsqueeze(-1)).any(1)
     terms = ((1.0 - own.T.unsqueeze(-1)) + rows).relu() / classes
     terms = torch.where(given.T.unsqueeze(-1), torch.where(is_target, 0, terms), 0)

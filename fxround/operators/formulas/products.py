@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxround.operators.formulas.table import formula, scaled, total
+from fxround.operators.formulas.table import formula, require_dtype, scaled, total
 
 aten = torch.ops.aten
 
@@ -21,7 +21,12 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def _product(a: Tensor, b: Tensor, term: Tensor, beta: Any, alpha: Any, product: Product) -> Tensor:
-    result = scaled(product(a, b), alpha)
+    require_dtype(a.dtype, term=term)
+    return _with_term(product(a, b), term, beta, alpha)
+
+
+def _with_term(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
+    result = scaled(product, alpha)
     return result if beta == 0 else result + scaled(term, beta)
 
 
@@ -90,7 +95,7 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
 @formula(aten.addr.default)
 def addr(term: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """addr(c, x, y) = alpha * (x_i * y_j) + beta * c, factors of 1 left out"""
-    return _product(x, y, term, beta, alpha, lambda u, v: u.unsqueeze(1) * v.unsqueeze(0))
+    return _with_term(x.unsqueeze(1) * y.unsqueeze(0), term, beta, alpha)
 
 
 @formula(aten.convolution.default)

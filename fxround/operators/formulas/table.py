@@ -158,6 +158,13 @@ def scaled(x: Tensor, factor: Any) -> Tensor:
     return x if factor == 1 else x * factor
 
 
+def require_dtype(expected: torch.dtype, **tensors: Tensor | None) -> None:
+    """Raise the kind of error that PyTorch's kernels raise for tensors of another dtype, which tracing would take."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != expected:
+            raise RuntimeError(f"{name} is a tensor of {tensor.dtype}; expected {expected}")
+
+
 def channels(v: Tensor, x: Tensor) -> Tensor:
     """Return a vector of the channels of x, shaped to broadcast over x."""
     return v.reshape([1, -1] + [1] * (x.dim() - 2))
