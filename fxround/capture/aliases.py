@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +24,8 @@ from fxround.graph.site import Port, located
 
 # Functions that return a view if the strides allow one, and else a copy.
 _VIEWS_OR_COPIES: Final = ("contiguous", "reshape", "reshape_as", "flatten", "ravel")
+# Methods that give a tensor the sizes of another one, and those that take the sizes.
+_AS_ANOTHER: Final = MappingProxyType({"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"})
 # Views in which elements may repeat, so that their gradients are sums.
 _REPEATING: Final = ("expand", "expand_as", "broadcast_to", "broadcast_tensors", "unfold", "as_strided")
 _DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -106,9 +109,9 @@ def aliases_of(
         bases = ((length, _base(link.node, inputs, first, i)) for length, link in enumerate(chain))
         length, base = next(((length, base) for length, base in bases if base is not None), (0, None))
         if base is not None:
-            made = [link for link in chain[:length] if link.view is not None]
-            views = tuple(link.view for link in reversed(made) if link.view is not None)
-            aliases[i] = Alias(base, views, repeats=any(_name(link.node) in _REPEATING for link in made))
+            made = [(link.node, link.source) for link in chain[:length] if link.source is not None]
+            views = tuple(_view(node, source) for node, source in reversed(made))
+            aliases[i] = Alias(base, views, repeats=any(_name(node) in _REPEATING for node, _ in made))
     shared = {link.node for i, chain in chains.items() if i in aliases for link in chain}
     _refuse_reshaped(graph, shared, {id(_value(node)) for node in inputs})
     _refuse_overlaps([chain[0].node for i, chain in chains.items() if i not in aliases and chain[1:]])
@@ -146,10 +149,10 @@ def require_written(captured: Any, gradients: bool) -> None:
 
 @dataclass(frozen=True)
 class _Link:
-    """A node, and the function that makes it of the next one of its chain; None if it is the same tensor."""
+    """A node, and the next one of its chain, of which it is a view; None if it is the same tensor."""
 
     node: fx.Node
-    view: View | None
+    source: fx.Node | None
 
 
 def _base(node: fx.Node, inputs: Mapping[fx.Node, Any], first: Mapping[fx.Node, int], position: int) -> Any:
@@ -176,7 +179,7 @@ def _chain(node: fx.Node) -> Iterator[_Link]:
         else:
             # The same tensor is returned by operations in place, and by functions that had nothing to do.
             same = _value(node) is _value(source) and _name(node) not in _VIEWS_OR_COPIES
-            yield _Link(node, None if same else _view(node, source))
+            yield _Link(node, None if same else source)
         node = source
 
 
@@ -218,6 +221,9 @@ def _view(node: fx.Node, source: fx.Node) -> View:
             f"{located(node)}: a result of the model shares memory by way of {_name(node)}: return a copy (.clone())."
         )
 
+    if node.op == "call_method" and _name(node) in _AS_ANOTHER:
+        return View(_AS_ANOTHER[_name(node)], (_HERE, *_value(node).shape), {})
+
     def held(value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
@@ -226,8 +232,8 @@ def _view(node: fx.Node, source: fx.Node) -> View:
         number = _value(value)
         if isinstance(number, Tensor):
             raise CaptureError(
-                f"{located(node)}: a result of the model is a view whose place or size depends on numbers of a tensor: "
-                "return a copy (.clone())."
+                f"{located(node)}: a result of the model shares memory with an input, or with another result, by way of "
+                f"{_name(node)}, which takes another tensor: return a copy (.clone())."
             )
         return number
 

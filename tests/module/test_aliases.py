@@ -47,6 +47,12 @@ INPUTS: dict[str, Callable[[Any, Tensor], Any]] = {
     "beside a product": lambda m, x: (x, F.linear(x, m.weight)),
     "chunk": lambda m, x: x.chunk(2, -1),
     "sizes": lambda m, x: (x * 2, x.view(x.shape[1], -1), x[: x.shape[0] - 1]),
+    "sizes of another tensor": lambda m, x: (
+        x.view_as(torch.ones(4, 2)),
+        x.t().reshape_as(x),
+        (x * 2).view_as(x.unsqueeze(0)),
+        torch.broadcast_tensors(x * 3, torch.ones(2, 1))[0],
+    ),
     "parameter": lambda m, x: (m.weight, m.weight.t(), m.weight[0], m.weight.detach()),
     "buffer": lambda m, x: (m.buf, m.buf.view(3, 2)),
     "detach": lambda m, x: x.detach(),
@@ -114,6 +120,10 @@ def test_a_view_is_made_for_the_sizes_and_strides_of_each_call() -> None:
     for x in (torch.rand(2, 4), torch.rand(6, 4)):
         _, flat, rows = compiled(x)
         assert flat._base is x and rows._base is x and rows.shape == (4, len(x))
+    as_another = fxround.compile(Sharing(lambda m, x: (x.view_as(x.t() * 2), (x * 2)[:1].expand_as(x))), "reproducible")
+    for x in (torch.rand(2, 4), torch.rand(6, 4)):
+        rows, repeated = as_another(x)
+        assert rows._base is x and rows.shape == (4, len(x)) and torch.equal(repeated, (x * 2)[:1].expand_as(x))
     wide = torch.rand(4, 6).t()
     flat = fxround.compile(Sharing(lambda m, x: (x * 2, x.reshape(-1))), "reproducible")
     flat(torch.rand(3, 4))
