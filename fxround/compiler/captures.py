@@ -40,6 +40,7 @@ from fxround.compiler.signature import (
     require_arguments,
     require_dtypes,
     require_products,
+    require_python,
 )
 from fxround.compiler.state_key import StateKeys
 from fxround.errors import CaptureError, NotCaptured
@@ -94,6 +95,7 @@ class Captures:
         recorded: list[Capture] | None = None,
         lengths: Callable[[Any, Any], set[Dimension]] | None = None,
     ) -> None:
+        require_python(source)
         self.source, self.delayed, self.path = source, delayed or DelayedState(), path
         self._lengths = lengths
         self.sharded = FullySharded.of(source)

@@ -98,6 +98,18 @@ def require_flag(name: str, value: Any, optional: bool = False) -> None:
         raise TypeError(f"{name} is {shown(value)}; expected True or False{' or None' if optional else ''}")
 
 
+def require_python(model: nn.Module) -> None:
+    """Raise TypeError for a module that calls other code than its Python code: TorchScript's, or torch.compile's."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        raise TypeError(
+            "model is a module that torch.compile returned: pass the module that torch.compile was given "
+            '(model._orig_mod), or call torch.compile(module, backend="fxround", options={"policy": "stochastic"})'
+        )
+
+
 def require_arguments(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Raise TypeError, as the model itself would, for arguments that its forward does not take."""
     try:

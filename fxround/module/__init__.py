@@ -113,8 +113,6 @@ def compile(
         method = isinstance(model, MethodType) and isinstance(holder, nn.Module)
         model = Method(model) if method else Function(model)
         model.adopt()
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
     compiled = RoundedModule(model, Policy.parse(policy), strict, seed, 0, fuse, advance, unroll_loops)
     if example_inputs is not None:
         args, kwargs = arguments(example_inputs)

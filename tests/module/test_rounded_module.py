@@ -255,6 +255,11 @@ def test_wrong_arguments_are_reported(model: nn.Module, compiled: fxround.Rounde
         fxround.compile(compiled, "identity")
     with pytest.raises(TypeError, match="TorchScript"):
         fxround.compile(torch.jit.trace(nn.ReLU(), torch.ones(1)), "identity")
+    by_torch = torch.compile(nn.ReLU(), backend="eager")
+    with pytest.raises(TypeError, match=r"torch\.compile returned: .* \(model\._orig_mod\)"):
+        fxround.compile(by_torch, "identity")
+    with pytest.raises(TypeError, match=r"torch\.compile returned"), fxround.perturb(by_torch):
+        by_torch(torch.ones(1))
     with pytest.raises(TypeError, match="example_inputs is an int; expected a tensor"):
         fxround.compile(model, "identity", example_inputs=3)
     with pytest.raises(PolicyError, match="did you mean 'stochastic'"):
