@@ -232,7 +232,7 @@ def _view(node: fx.Node, source: fx.Node) -> View:
         number = _value(value)
         if isinstance(number, Tensor):
             raise CaptureError(
-                f"{located(node)}: a result of the model shares memory with an input, or with another result, by way of "
+                f"{located(node)}: a result of the model shares memory with an input or another result by way of "
                 f"{_name(node)}, which takes another tensor: return a copy (.clone())."
             )
         return number

@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib
 import inspect
+import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -567,6 +568,12 @@ def _unasked(functional: Any) -> Callable[..., Any]:
             return construct(cls, elem, mode)
 
     return constructed
+
+
+def is_optimized(model: torch.nn.Module) -> bool:
+    """Whether a module is one that ``torch.compile`` returned."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported before the first call of torch.compile
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def is_of_dynamo(error: Exception) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fxround.capture.processes import is_shared, mesh_of
-from fxround.capture.torch_private import is_of_dynamo
+from fxround.capture.torch_private import is_of_dynamo, is_optimized
 from fxround.errors import CaptureError, shown, type_of
 from fxround.graph.values import instances_in
 from fxround.python_model.functions import Function
@@ -102,8 +102,7 @@ def require_python(model: nn.Module) -> None:
     """Raise TypeError for a module that calls other code than its Python code: TorchScript's, or torch.compile's."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("model is a TorchScript module, whose code cannot be captured; pass the Python module")
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+    if is_optimized(model):
         raise TypeError(
             "model is a module that torch.compile returned: pass the module that torch.compile was given "
             '(model._orig_mod), or call torch.compile(module, backend="fxround", options={"policy": "stochastic"})'

@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 TORCH: Final = str(PurePath(torch.__file__).parent)
-# The folders whose code calls a model or stands for PyTorch's.
-_OWN: Final = tuple(str(PurePath(__file__).parents[1] / folder) + "/" for folder in ("capture", "compiler"))
+# The folders whose code calls a model, is called by one, or stands for PyTorch's.
+_OWN: Final = tuple(str(PurePath(__file__).parents[1] / folder) + "/" for folder in ("capture", "compiler", "eager"))
 
 
 def source_line(stack_trace: str) -> tuple[str, str]:

@@ -7,7 +7,6 @@ from functools import partial
 from types import MethodType
 from typing import Any, overload
 
-import torch
 from torch import nn
 
 from fxround.compiler.signature import arguments, require_flag

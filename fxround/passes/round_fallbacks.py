@@ -49,8 +49,8 @@ def round_results(graph: fx.GraphModule, plan: Plan) -> None:
         if wanted is None:
             node.meta[META] = replace(place, reason=place.reason or LEFT_ALONE)
             continue
-        reason = OWN if _is_own(node) else place.reason or _reason(place, node)
-        if plan.strict and wanted[0].accumulate != "native" and not _is_own(node):
+        reason = OWN if is_own(node) else place.reason or _reason(place, node)
+        if plan.strict and wanted[0].accumulate != "native" and not is_own(node):
             raise UnsupportedOperator(
                 f"{place}: {_said(node)} cannot be rounded, and policy {plan.policy.name!r} is strict: {reason}. "
                 "Pass strict=False to keep the stock kernel and round its result once, or replace the operator."
@@ -65,7 +65,7 @@ def _said(node: fx.Node) -> str:
     return f"{called} (node {node.name})" if called else f"node {node.name}"
 
 
-def _is_own(node: fx.Node) -> bool:
+def is_own(node: fx.Node) -> bool:
     """Whether the node is a call of ``fxround.round`` in the model's code: a rounding, which no policy chooses."""
     return str(node.target).startswith("fxround.round_")
 

@@ -21,6 +21,7 @@ from fxround.graph.dialect import BODIES, is_loop, read_loop
 from fxround.graph.site import PORT, Port, Site, enclosing, located, operator_name, site
 from fxround.graph.values import outputs_of
 from fxround.passes.rewrite import ROUND
+from fxround.passes.round_fallbacks import OWN, is_own
 from fxround.views.pictures import colourings_of, embedded
 from fxround.views.size_names import size_names, spelled
 from fxround.views.summaries import SILENT, Coverage, Operation, Summary, counted, coverage_of, summary_of
@@ -29,8 +30,13 @@ _UNCLASSIFIED: Final = "not classified"
 
 
 def described(node: fx.Node) -> Site | None:
-    """Return the node's Site; one with "not classified" if a float value has none; None for other values."""
+    """Return the node's Site; one with "not classified" if a float value has none; None for other values.
+
+    The model's own ``fxround.round`` is exact here: no policy rounds it, and its bits are those that it specifies.
+    """
     place = site(node)
+    if place is not None and is_own(node):
+        return replace(place, status="exact", reason=place.reason if place.reason.startswith(OWN) else OWN)
     if place is None and node.op == "call_function" and _floats(node):
         return replace(located(node), status="native", reason=_UNCLASSIFIED)
     return place if node.op != "output" else None

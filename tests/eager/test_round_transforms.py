@@ -86,6 +86,19 @@ class Net(nn.Module):
         return nn.functional.linear(x, fxround.round(self.layer.weight, "int4:channel"))
 
 
+@pytest.mark.parametrize("gradient", ["zero_clamped", "estimate"])
+def test_no_gradient_of_a_models_own_rounding_counts_as_unrounded(gradient: str) -> None:
+    weight = torch.randn(3, 16, requires_grad=True)
+
+    def product(x: Tensor) -> Tensor:
+        return nn.functional.linear(x, fxround.round(weight, "e4m3fn/nearest_even/saturate", gradient=gradient))
+
+    compiled = fxround.compile(product, "reproducible")
+    compiled(torch.randn(4, 16)).sum().backward()
+    rows = [o for o in compiled.coverage().operations if o.operator.startswith("fxround.round_")]
+    assert len(rows) > 1 and {o.status for o in rows} == {"exact"} and not compiled.coverage().unrounded
+
+
 def test_compiled_models_may_round_by_themselves(tmp_path: Path) -> None:
     model, x = Net(), torch.randint(-3, 4, (4, 16)).float()  # sums of integers are exact in any order
     compiled = fxround.compile(model, "identity")
@@ -104,8 +117,9 @@ def test_compiled_models_may_round_by_themselves(tmp_path: Path) -> None:
         strict = fxround.compile(model, "reproducible")
         weights = [value for name, value in strict.observe(x) if "round_tensor" in name]
     assert torch.equal(weights[0], fxround.round(model.layer.weight.detach(), "int4:channel"))
-    (reason,) = {o.reason for o in strict.summary().filter(status="native").operations}
-    assert reason == "the model's own fxround.round; its result is rounded once"
+    (own,) = strict.summary().filter(operator="fxround.round_*").operations
+    assert own.status == "exact" and own.reason == "the model's own fxround.round; its result is rounded once"
+    assert own.source.startswith("test_round_transforms.py:") and not strict.coverage().unrounded
     rounded = fxround.round(model.layer.weight.detach().bfloat16().float(), "int4:channel").bfloat16().float()
     assert any(torch.equal(value, rounded) for value in narrow.values() if value.shape == rounded.shape)
 
