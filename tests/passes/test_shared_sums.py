@@ -92,8 +92,8 @@ CASES = {
 }
 
 
-# What two processes run, in every run of the tests: of models of several layers, one policy, which draws; of MLP, one of
-# each kind of sum, and the preset that checkpoints have. Four and eight processes run all.
+# What two processes run, in every run of the tests: of models of several layers, one policy, which draws; of MLP, one
+# of each kind of sum, and the preset that checkpoints have. Four and eight processes run all.
 OF_TWO = {
     "MLP": ("reproducible_sharded", "wide sums", "stochastic", "blocks"),
     "llama": ("stochastic",),
