@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
@@ -33,7 +34,8 @@ from fxround.capture.memory_reads import memory_reads
 from fxround.capture.numpy_numbers import numpy_numbers, refuse_numpy_numbers
 from fxround.capture.python_gaps import python_gaps, unmoved_generator
 from fxround.capture.readings import TRACING, readings
-from fxround.capture.refusals import BUFFER, LeftToPython, called_with, explained
+from fxround.capture.refusals import BUFFER, RESULT, LeftToPython, called_with, explained
+from fxround.capture.result_sizes import map_tensors
 from fxround.capture.torch_private import capturing, derivatives, find_builtins, own_graphs, separate_sizes
 from fxround.capture.traced_aliases import computed_views
 from fxround.errors import CaptureError
@@ -421,7 +423,7 @@ def _keep_apart(graph: fx.GraphModule, model: nn.Module) -> None:
         return tuple(present(value) for value in flatten(*inputs))
 
     def unflat(computed: Any, inputs: Any) -> Any:
-        return pytree.tree_map_only(Tensor, present, unflatten(computed, inputs))
+        return map_tensors(present, unflatten(computed, inputs))
 
     codegen.dynamo_bytecode_flatten = graph.__dict__["_dynamo_bytecode_flatten"] = flat
     codegen.dynamo_bytecode_unflatten = graph.__dict__["_dynamo_bytecode_unflatten"] = unflat
@@ -442,13 +444,22 @@ def tensors_of(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) 
 
 
 def returned_by(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any) -> list[Returned]:
-    """Return, for each leaf of the model's result, the position among the outputs of Dynamo's graph, or the input."""
+    """Return, for each leaf of the model's result, the position among the outputs of Dynamo's graph, or the input.
+
+    Raises LeftToPython for a result that is made of a tensor and is none: a number, or an array of NumPy's.
+    """
     ports, codegen = _ports(model, args, kwargs), cast(Any, graph.graph._codegen)
-    marks = [torch.empty(0) for _ in _outputs(graph)]
-    places: dict[int, Returned] = {id(mark): i for i, mark in enumerate(marks)}
-    leaves, again = (
-        pytree.tree_leaves(codegen.dynamo_bytecode_unflatten(marks, (*args, *kwargs.values()))) for _ in range(2)
-    )
+    sizes = [isinstance(output.meta.get("example_value"), int | torch.SymInt) for output in _outputs(graph)]
+    marks = [1 if is_size else torch.empty(0) for is_size in sizes]
+    places: dict[int, Returned] = {id(mark): i for i, mark in enumerate(marks) if not sizes[i]}
+    try:
+        leaves, again = (
+            pytree.tree_leaves(codegen.dynamo_bytecode_unflatten(marks, (*args, *kwargs.values()))) for _ in range(2)
+        )
+    except (RuntimeError, TypeError) as error:  # of a number that is made of a mark, which has none
+        raise LeftToPython(model, [("a number that it makes of a tensor", RESULT, "")]) from error
+    if any(a is not b for a, b in zip(leaves, again, strict=True) if isinstance(a, np.ndarray | np.generic)):
+        raise LeftToPython(model, [("an array of NumPy's that it makes of a tensor", RESULT, "")])
     if any(a is not b for a, b in zip(leaves, again, strict=True) if isinstance(a, Tensor)):
         raise CaptureError(
             f"{type(model).__name__} returns a tensor that it makes without an operation of a graph: return a copy of "

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import stateless
 
 from fxround.capture.batch_norm import averages_of_all_batches
+from fxround.capture.result_sizes import map_tensors
 from fxround.capture.traced_aliases import kept_dropouts
 from fxround.locks import waited_for
 
@@ -163,7 +164,7 @@ def separate_results(graph: fx.GraphModule, aliases: Collection[int] = ()) -> No
             own.remove(id(value))
             return value
 
-        return pytree.tree_map_only(torch.Tensor, copied, restored(computed, inputs))
+        return map_tensors(copied, restored(computed, inputs))
 
     codegen.dynamo_bytecode_unflatten = separated
 

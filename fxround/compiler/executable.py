@@ -20,6 +20,7 @@ from fxround.capture import Captured
 from fxround.capture.aliases import Alias
 from fxround.capture.numbers import as_operand
 from fxround.capture.processes import local, own_shape
+from fxround.capture.result_sizes import has_sizes, with_sizes
 from fxround.compiler.agreement import Partners
 from fxround.compiler.averages import Call
 from fxround.compiler.delayed_state import DelayedState
@@ -184,7 +185,8 @@ class Entry:
         results = self.placed([o for p, o in zip(self.captured.results, outputs, strict=True) if not p.mutation])
         if leaves is not None and self.captured.aliases:
             results = self.with_aliases(results, leaves)
-        return pytree.tree_unflatten(results, self.captured.out_spec)
+        made = pytree.tree_unflatten(results, self.captured.out_spec)
+        return with_sizes(made, self.captured.out_spec) if self._has_sizes else made
 
     def placed(self, results: Sequence[Any]) -> list[Any]:
         """Return the leaves of a result, given what this process has of each; some are DTensors."""
@@ -239,6 +241,10 @@ class Entry:
         output: Any = self.captured.graph.graph.output_node().args[0]
         pairs = zip(self.captured.outputs, output, strict=True)
         return tuple(_sources(node) for port, node in pairs if port.kind != "gradient" and not port.mutation)
+
+    @cached_property
+    def _has_sizes(self) -> bool:
+        return has_sizes(self.captured.out_spec)
 
     @cached_property
     def _returns_one(self) -> bool:

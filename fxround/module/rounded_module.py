@@ -27,6 +27,7 @@ from fxround.capture.dynamo import aside
 from fxround.capture.processes import local, mesh_of
 from fxround.capture.readings import TRACING
 from fxround.capture.refusals import LeftToPython
+from fxround.capture.result_sizes import with_sizes
 from fxround.capture.torch_private import capturing
 from fxround.compiler.averages import OrderOfRanks
 from fxround.compiler.capture_report import Capture, table_of
@@ -271,7 +272,7 @@ class RoundedModule(Reaching):
             results, spec = pytree.tree_flatten(entry.run(leaves, rng, aliased=False))
             own = list(map(local, results))
             later = differentiable_later(own, entry.depending(sources), step, resolved(sources.values()), rng)
-            return pytree.tree_unflatten(entry.with_aliases(entry.placed(later), leaves), spec)
+            return with_sizes(pytree.tree_unflatten(entry.with_aliases(entry.placed(later), leaves), spec), spec)
 
         return self._drawing(compute)
 
