@@ -78,6 +78,14 @@ def mm(o: Arrays, x: Parts, y: Parts) -> Parts:
     return o.sub(o.mm(a, c), o.mm(b, d)), o.add(o.mm(a, d), o.mm(b, c))
 
 
+def plus(o: Arrays, x: Parts, y: Parts) -> Parts:
+    return o.add(x[0], y[0]), o.add(x[1], y[1])
+
+
+def ones(x: Parts) -> Parts:
+    return np.full(x[0].shape, 1.0, object), np.full(x[0].shape, 0.0, object)
+
+
 def number(o: Arrays, z: complex) -> Parts:
     return np.array(z.real, object), np.array(z.imag, object)
 
@@ -89,6 +97,13 @@ CASES: Final[dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Array
     "conj": (lambda z, w: z * w.conj(), lambda o, z, w: times(o, z, (w[0], -w[1]))),
     "div": (lambda z, w: z / w, over),
     "square": (lambda z, w: z**2, lambda o, z, w: times(o, z, z)),
+    "power": (
+        lambda z, w: z**7 * w**0 + w**1,
+        lambda o, z, w: (lambda cube: plus(o, times(o, times(o, times(o, cube, cube), z), ones(w)), w))(
+            times(o, times(o, z, z), z)
+        ),
+    ),
+    "inverse power": (lambda z, w: w**-2, lambda o, z, w: over(o, number(o, 1.0), times(o, w, w))),
     "real": (lambda z, w: z * w.real + w.imag, lambda o, z, w: (o.add(o.mul(z[0], w[0]), w[1]), o.mul(z[1], w[0]))),
     "from real": (lambda z, w: z.real - w, lambda o, z, w: (o.sub(z[0], w[0]), -w[1])),
     "real divisor": (lambda z, w: z / w.real, lambda o, z, w: (o.div(z[0], w[0]), o.div(z[1], w[0]))),
@@ -123,6 +138,18 @@ def test_every_operation_on_parts_is_rounded_once(name: str) -> None:
     z, w = drawn("binary64", torch.float64)
     got = fxround.compile(function, "reproducible")(z, w)
     assert_parts(got, want(arrays_of("binary64", "binary64", torch.float64), parts(z), parts(w)))
+
+
+@pytest.mark.parametrize("exponent", [-2, -1, 0, 1, 2.0, 4, 9])
+def test_gradients_of_whole_powers_are_those_of_mathematics(exponent: float) -> None:
+    """d z^n / d z = n z^(n - 1), whose conjugate PyTorch's gradients have."""
+    z = torch.tensor([1 + 0.5j, -0.25 + 1j, 0.5 - 0.75j], dtype=torch.complex128, requires_grad=True)
+    compiled = fxround.compile(lambda z: z**exponent, "reproducible")
+    (found,) = torch.autograd.grad(compiled(z), z, torch.ones_like(z))
+    want = [(exponent * complex(v) ** (exponent - 1)).conjugate() if exponent else 0j for v in z.detach().tolist()]
+    # A tolerance: Python's powers are not correctly rounded.
+    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.complex128), rtol=1e-13, atol=0)
+    assert not compiled.coverage().unrounded
 
 
 FUNCTIONS: Final[dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, Tensor], Any]]]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,8 @@ from fxround.operators.formulas import activations, products
 from fxround.operators.formulas.table import complex_formula, count, reduced_dims, total
 
 aten = torch.ops.aten
+# Of whole exponents: a formula has two products for each bit.
+_LARGEST_POWER: Final = 1024
 # The real and the imaginary part: tensors or Python numbers. None: of a real number, which has no imaginary part.
 Parts = tuple[Any, Any]
 
@@ -155,12 +157,19 @@ def reciprocal(z: Tensor) -> Any:
 
 @complex_formula(aten.pow.Tensor_Scalar)
 def power(z: Tensor, exponent: Any) -> Any:
-    """z^1 = z, z^2 = z * z, z^3 = (z * z) * z, z^-1 = 1 / z"""
-    if not _is_complex(z) or exponent not in (-1, 1, 2, 3):
+    """z^0 = 1 + 0 i, z^1 = z, z^(2 n) = z^n * z^n, z^(2 n + 1) = (z^n * z^n) * z, z^-n = 1 / z^n"""
+    whole = isinstance(exponent, int | float) and abs(exponent) <= _LARGEST_POWER and exponent == int(exponent)
+    if not _is_complex(z) or not whole:
         return NotImplemented
-    if exponent == -1:
-        return div(1.0, z)
-    return z.clone() if exponent == 1 else z * z if exponent == 2 else (z * z) * z
+    made = _power(z, abs(int(exponent)))
+    return div(1.0, made) if exponent < 0 else made
+
+
+def _power(z: Tensor, n: int) -> Tensor:
+    if n < 2:
+        return z.clone() if n else torch.ones_like(z)
+    half = z if n < 4 else _power(z, n // 2)
+    return (half * half) * z if n % 2 else half * half
 
 
 @complex_formula(aten.neg.default)
