@@ -49,6 +49,11 @@ def round_results(graph: fx.GraphModule, plan: Plan) -> None:
         if wanted is None:
             node.meta[META] = replace(place, reason=place.reason or LEFT_ALONE)
             continue
+        if any(value.layout != torch.strided for value in float_values(node)):
+            raise UnsupportedOperator(
+                f"{place}: {_said(node)} has a sparse result, which policy {plan.policy.name!r} cannot round: for the "
+                "gradient of an embedding, pass sparse=False to the embedding."
+            )
         reason = OWN if is_own(node) else place.reason or _reason(place, node)
         if plan.strict and wanted[0].accumulate != "native" and not is_own(node):
             raise UnsupportedOperator(

@@ -431,6 +431,11 @@ def _advice(rule: Rule, paths: Sequence[str], operators: Sequence[tuple[str, str
     """Return the end of a sentence about a rule that matches nothing: what the model has in its place."""
     said = "Correct it, or set optional=True if it may match nothing."
     known = any(selects("*", rule.operator, path="", name=name, kind=kind) for name, kind in operators)
+    if rule.operator is None and rule.match in paths:
+        return (
+            f": {rule.match!r} is a module of the model, but no operation that the rule applies to is inside of it. "
+            f"The operations of a module that has two names are listed under one of them, which summary() shows. {said}"
+        )
     if rule.operator is None or known or not operators:
         return (
             f"{nearest(rule.match, paths)} {said} The model's modules: {', '.join(p or '(root)' for p in paths[:20])}"

@@ -431,3 +431,10 @@ def test_identity_gives_the_sparse_gradients_of_an_embedding() -> None:
         assert embedding.weight.grad is not None and embedding.weight.grad.is_sparse
         found.append(embedding.weight.grad.to_dense())
     assert found[0].any() and torch.equal(*found)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_sparse_gradients_are_not_rounded(strict: bool) -> None:
+    compiled = fxround.compile(nn.Embedding(6, 4, sparse=True), "stochastic", strict=strict)
+    with pytest.raises(fxround.UnsupportedOperator, match=r"sparse result, .* pass sparse=False to the embedding"):
+        compiled(torch.tensor([1, 5, 1]))

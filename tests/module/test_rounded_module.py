@@ -275,6 +275,11 @@ def test_wrong_arguments_are_reported(model: nn.Module, compiled: fxround.Rounde
         fxround.compile(
             model, Policy("p", (Rule("conv9", rounding="bfloat16"),)), example_inputs=torch.ones(1, 1, 10, 10)
         )
+    shared = nn.Sequential()
+    shared.first = shared.second = nn.Linear(2, 2)
+    shared.forward = lambda x: shared.second(shared.first(x))  # type: ignore[method-assign]
+    with pytest.raises(PolicyError, match=r"'second' is a module of the model, but no .* two names are listed under"):
+        fxround.compile(shared, Policy("p", (Rule("second", rounding="bfloat16"),)), example_inputs=torch.ones(1, 2))
 
 
 def test_views_need_a_graph(model: nn.Module, compiled: fxround.RoundedModule, x: Tensor, tmp_path: Path) -> None:
