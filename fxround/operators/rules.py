@@ -173,6 +173,7 @@ _MOVEMENT: Final = """
     replication_pad2d replication_pad3d tril triu diag_embed im2col pixel_shuffle pixel_unshuffle channel_shuffle
     embedding gather index.Tensor _unsafe_index.Tensor _unsafe_masked_index index_select take masked_select
     slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter.src scatter.value masked_scatter
+    masked_scatter_backward
     masked_fill.Scalar masked_fill.Tensor index_fill.int_Scalar index_fill.int_Tensor index_copy fill.Scalar fill.Tensor
     empty.memory_format empty_like empty_permuted empty_strided new_empty new_empty_strided view_copy expand_copy
     permute_copy lu_unpack resize set_data _reshape_alias _conj resolve_conj resolve_neg broadcast_to upsample_nearest1d
@@ -219,7 +220,7 @@ _OPAQUE: Final = {
         logcumsumexp _pdist_forward _pdist_backward _embedding_bag _embedding_bag_forward_only
         _embedding_bag_backward scatter_reduce.two index_reduce col2im grid_sampler_3d _ctc_loss.Tensor _ctc_loss
         segment_reduce grid_sampler_2d_backward
-        masked_scatter_backward rrelu_with_noise_backward convolution_backward
+        rrelu_with_noise_backward convolution_backward
         upsample_bicubic2d upsample_trilinear3d embedding_renorm""",
 }
 

@@ -555,6 +555,16 @@ def test_margin_losses_are_those_of_pytorchs_kernels(name: str, reduction: str) 
         assert torch.equal(compiled(x), results[0])
 
 
+def test_gradients_of_masked_scatter_are_moved() -> None:
+    x, source, mask = torch.zeros(2, 5), torch.zeros(2, 5), torch.tensor([[1, 0, 0, 1, 1], [0, 1, 0, 0, 0]]).bool()
+    leaves = [t.requires_grad_() for t in (x, source)]
+    compiled = fxround.compile(lambda a, b: a.masked_scatter(mask, b), "reproducible")
+    gradient = torch.arange(1.0, 11.0).view(2, 5)
+    of_x, of_source = torch.autograd.grad(compiled(*leaves), leaves, gradient)
+    assert torch.equal(of_x, gradient.masked_fill(mask, 0.0))
+    assert of_source.flatten().tolist() == [1.0, 4.0, 5.0, 7.0] + [0.0] * 6
+
+
 REFUSED_BY_KERNELS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "a bias of integers": (F.linear, (torch.ones(2, 4), torch.ones(3, 4), torch.arange(3))),
     "a bias of another dtype": (F.linear, (torch.ones(2, 4), torch.ones(3, 4), torch.ones(3).half())),

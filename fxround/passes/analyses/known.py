@@ -43,6 +43,7 @@ def _overloads(names: str) -> frozenset[str]:
 # Operators that may yield a zero that no operand has.
 _ZEROS: Final = _overloads(
     "relu hardshrink threshold max_unpool2d max_unpool3d tril triu diag_embed im2col masked_scatter"
+    " masked_scatter_backward"
 )
 _INTEGRAL: Final = _overloads("floor ceil round trunc")
 _SIGNS: Final = _overloads("sign sgn heaviside")
