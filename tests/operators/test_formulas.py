@@ -30,6 +30,9 @@ def call(*args: Any, **kwargs: Any) -> Call:
     return args, kwargs
 
 
+WINDOWS = (aten.hamming_window, aten.blackman_window, aten.bartlett_window, aten.kaiser_window)
+
+
 def samples() -> dict[Any, list[Call]]:
     """Arguments for every formula, float64."""
     generator = torch.Generator().manual_seed(3)
@@ -79,6 +82,16 @@ def samples() -> dict[Any, list[Call]]:
         aten._native_batch_norm_legit.no_stats: [call(image, weight, t(4), True, 0.1, 1e-5)],
         aten._native_batch_norm_legit_functional.default: [call(image, weight, t(4), *stats, True, 0.1, 1e-5)],
         aten._weight_norm_interface.default: [call(x, t(3, 1), 0), call(x, t(1, 6), 1)],
+        **{
+            op: [call(n, *rest, dtype=torch.float64) for n in (0, 1, 2, 7, 16)]
+            for op, rest in (
+                *((window.default, ()) for window in WINDOWS),
+                *((window.periodic, (False,)) for window in WINDOWS),
+                (aten.hamming_window.periodic_alpha, (True, 0.5)),
+                (aten.hamming_window.periodic_alpha_beta, (False, 0.5, 0.4)),
+                (aten.kaiser_window.beta, (True, 5.0)),
+            )
+        },
         aten.addmm.default: [call(t(6), x.t(), y, beta=0.5, alpha=2), call(t(6, 6), x.t(), y, beta=0)],
         aten.baddbmm.default: [call(t(2, 4, 4), t(2, 4, 3), t(2, 3, 4), beta=2, alpha=0.5)],
         aten._scaled_mm.default: [

@@ -29,6 +29,7 @@ from fxround.operators.formulas import (
     scatters,
     special,
     triangular,
+    windows,
 )
 from fxround.operators.formulas.table import FORMULAS, TABLES, decompositions
 
@@ -58,4 +59,5 @@ __all__ = [
     "scatters",
     "special",
     "triangular",
+    "windows",
 ]
