@@ -147,6 +147,9 @@ _OF_A_TOOL: Final = (
     "(compiled.source). To read or differentiate the result of a layer, give the tool a module of parts that are "
     "compiled one by one, whose hooks run outside of the graphs; compiled.observe(...) yields every value"
 )
+_DECIDES: Final = (
+    "choose with torch.where, or pass the decision as a Python argument; leave out an assert about numbers"
+)
 _ADVICE: Final = (
     (
         "omegaconf/grammar_parser.py",
@@ -233,13 +236,29 @@ _ADVICE: Final = (
         ".redistribute(placements=...), which has gradients; or pass DTensors as arguments",
     ),
     ("KNOWN_TYPES", "pass tensors, numbers, strings and None; a complex number as a tensor"),
-    ("Data-dependent branching", "choose with torch.where, or pass the decision as a Python argument"),
+    ("Python builtin `_warnings", "give the warning where the model is called: a graph has no side effects"),
+    ("LoggingLoggerVariable", "make the logger outside of the model's forward, once: LOG = logging.getLogger(...)"),
+    ("wrap sparse Tensor", "compute with dense tensors (to_dense): a graph has no sparse ones"),
+    ("does not support running with fake tensors", "compute with dense tensors, without to_sparse and the like"),
+    ("non-integer tensor", "keep it a tensor, as in x[0, 0] in place of x.tolist()[0][0]"),
+    ("expression zuf", "compute the number outside of the model, and pass it as an argument or as a tensor"),
+    (
+        "how to trace the builtin",
+        "call it outside of the model, and pass what it returns as an argument; let PyTorch draw random numbers, as in "
+        "torch.rand(()), which are drawn from (seed, sample)",
+    ),
+    (
+        "Pending unbacked symbols",
+        "make what depends on numbers of a tensor outside of the model's forward: for torch.combinations(x), take "
+        "x[pairs], with pairs = torch.combinations(torch.arange(n)) made once",
+    ),
+    ("Data-dependent branching", _DECIDES),
     (
         "Size-like symbols: u",
         "make what depends on such a size outside of the compiled module: counts and masks once, as buffers and Python "
         "numbers; or compile the modules between such steps, each alone: model.part = fxround.compile(model.part)",
     ),
-    ("data-dependent", "choose with torch.where, or pass the decision as a Python argument"),
+    ("data-dependent", _DECIDES),
     ("builtin `print`", "remove the print: a graph has no side effects (fxround inspect shows every node instead)"),
     ("pytree", "return tensors, tuples, lists or dicts (for transformers: use_cache=False or return_dict=False)"),
 )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import random
 import runpy
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,6 +118,47 @@ def test_a_model_that_is_prepared_for_quantization_is_refused_with_the_remedy(tr
         fxround.compile(prepared, "bfloat16")(x)
     assert reason in str(refused.value)
     assert "change  compile the model before torch.ao.quantization prepares it" in str(refused.value)
+
+
+def warned(x: torch.Tensor) -> torch.Tensor:
+    warnings.warn("large", stacklevel=2)
+    return x * 2
+
+
+def logged(x: torch.Tensor) -> torch.Tensor:
+    logging.getLogger("model").info("called")
+    return x * 2
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if random.random() < 0.5 else x
+
+
+def asserted(x: torch.Tensor) -> torch.Tensor:
+    assert not x.isnan().any()
+    return x * 2
+
+
+ADVICE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "warning": (warned, "give the warning where the model is called"),
+    "logger": (logged, "make the logger outside of the model's forward"),
+    "clock": (lambda x: x * time.time(), "call it outside of the model, and pass what it returns"),
+    "generator": (dropped, r"as in torch\.rand\(\(\)\)"),
+    "generator of NumPy": (lambda x: x * float(np.random.rand()), "compute the number outside of the model"),
+    "assert": (asserted, "leave out an assert about numbers"),
+    "sparse constant": (lambda x: torch.sparse.mm(torch.eye(3).to_sparse(), x), "compute with dense tensors"),
+    "sparse argument": (lambda x: torch.sparse.mm(x.to_sparse(), x.mT), "compute with dense tensors"),
+    "list": (lambda x: x * x.tolist()[0][0], r"as in x\[0, 0\] in place of x\.tolist\(\)"),
+    "combinations": (lambda x: torch.combinations(x[0], 2).prod(1), r"take x\[pairs\], with pairs"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("name", ADVICE)
+def test_what_no_graph_can_do_is_refused_with_what_to_do_instead(name: str) -> None:
+    function, advice = ADVICE[name]
+    with pytest.raises(CaptureError, match=rf"change  .*{advice}"):
+        fxround.compile(function, "reproducible")(torch.rand(3, 4))
 
 
 class Bins(nn.Module):
