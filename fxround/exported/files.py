@@ -185,7 +185,7 @@ def read(file: IO[bytes], path: str | Path, any_version: bool) -> tuple[Record, 
 
 
 def program_of(file: IO[bytes], path: str | Path) -> tuple[nn.Module, Any]:
-    """Return the program that PyTorch reads from a file, and the structure of its arguments.
+    """Return the program that PyTorch reads from a file, and the structures of its arguments and of its results.
 
     path: for messages. Raises ValueError for whatever PyTorch raises for a file that it cannot read,
     and ImportError for a module that is missing.
@@ -196,7 +196,7 @@ def program_of(file: IO[bytes], path: str | Path) -> tuple[nn.Module, Any]:
             exported: Any = torch.export.load(file)
             program = exported.module()
         forget_export(exported.graph_module)
-        return program, exported.call_spec.in_spec
+        return program, exported.call_spec
     except ImportError as error:
         raise ImportError(f"{shown(str(path))} needs a module that cannot be imported: {error}") from error
     except MemoryError:

@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from fxround.capture.caches import CACHES
 from fxround.capture.dynamo import aside
 from fxround.capture.packed import as_tuples
+from fxround.capture.result_sizes import has_sizes, with_sizes
 from fxround.compiler.executable import Entry
 from fxround.compiler.samples_of_calls import CHANGING
 from fxround.compiler.signature import flattened, packed_kinds, signature_of, with_keywords
@@ -101,12 +102,12 @@ def load(path: str | Path, *, any_version: bool = False, imports: Collection[str
             register(name)
         if record.caches:
             importlib.import_module(CACHES)
-        program, spec = program_of(file, path)
+        program, structures = program_of(file, path)
     try:
         second = None
         if gradients is not None and record.gradients is not None:
             second = program_of(nested(gradients), path)[0], record.gradients
-        return LoadedModule(program, spec, record.training, record.sequences, second, record.caches)
+        return LoadedModule(program, structures, record.training, record.sequences, second, record.caches)
     except ValueError as error:
         raise ValueError(f"{shown(str(path))} holds no program of fxround: {error}; export the module again") from error
 
@@ -178,7 +179,7 @@ class LoadedModule(nn.Module):
     def __init__(
         self,
         program: nn.Module,
-        spec: pytree.TreeSpec,
+        structures: Any,
         training: bool,
         sequences: Sequence[int] = (),
         gradients: tuple[nn.Module, Gradients] | None = None,
@@ -191,9 +192,11 @@ class LoadedModule(nn.Module):
         self.program, self.training = program, training
         self._sequences, self._caches = tuple(sequences), tuple(caches)
         if gradients:
-            gradients[1].require_fit(program, spec.num_leaves)
+            gradients[1].require_fit(program, structures.in_spec.num_leaves)
         self._gradients = LoadedGradients(*gradients, program, RNG_BUFFER) if gradients else None
         # The leaves of the arguments in the order of the program: the names, and dtype and rank of tensors.
+        spec: pytree.TreeSpec = structures.in_spec
+        self._returned: pytree.TreeSpec | None = structures.out_spec if has_sizes(structures.out_spec) else None
         self._spec, self._entering = spec, {str(node.target): _taken(node) for node in _inputs(program)}
         self._free = {str(node.target): _free(node) for node in _inputs(program)}
         # A cache without a token is one before the prompt.
@@ -238,7 +241,7 @@ class LoadedModule(nn.Module):
 
         rng = self.program.get_buffer(RNG_BUFFER)
         outputs = self._gradients.differentiable(compute, leaves, rng)
-        return pytree.tree_unflatten(outputs, spec[0])
+        return with_sizes(pytree.tree_unflatten(outputs, spec[0]), spec[0])
 
     def train(self, mode: bool = True) -> LoadedModule:
         """Return the module itself. Raises FxroundError if the model was exported in the other mode."""
@@ -291,7 +294,8 @@ class LoadedModule(nn.Module):
     def _results(self, args: Any, kwargs: Any) -> Any:
         with aside(), torch.no_grad():
             try:
-                return self.program(*args, **kwargs)
+                result = self.program(*args, **kwargs)
+                return result if self._returned is None else with_sizes(result, self._returned)
             except AssertionError as error:
                 if not str(error).startswith("Guard failed"):
                     raise
@@ -312,7 +316,8 @@ class LoadedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedModule:
         made = memo[id(self)] = self._with({})
-        memo[id(self._spec)] = self._spec  # never changes, and PyTorch warns where one is copied
+        for spec in (self._spec, self._returned):  # never change, and PyTorch warns where one is copied
+            memo[id(spec)] = spec
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 

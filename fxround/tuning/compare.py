@@ -310,7 +310,8 @@ def _policies(given: Any) -> dict[str, Policy]:
             names = [policy.name for policy in parsed]
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(
-                f"two policies have the name {shown(twice)}; pass a dict from names of your own to policies"
+                f"two policies have the name {shown(twice)}; pass a dict from names of your own to policies, or "
+                "name=policy to fxround compare"
             )
     if not chosen:
         raise ValueError("policies has nothing; expected several, such as ['bfloat16', 'int8']")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,13 +51,17 @@ def test_results_have_the_types_of_the_models(name: str, gradients: bool) -> Non
             assert kinds(compiled(x)) == kinds(function(x))
 
 
-def test_models_that_return_sizes_are_observed_and_made_for_several_samples() -> None:
+def test_models_that_return_sizes_are_observed_exported_and_made_for_several_samples(tmp_path: Path) -> None:
     class Sized(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, torch.Size]:
             return x * 2, x.shape
 
     compiled, x = fxround.compile(Sized().eval(), "stochastic"), torch.randn(4, 3)
     assert type(compiled.evaluate(x)[1]) is torch.Size and any(True for _ in compiled.observe(x))
+    for gradients in (False, True):
+        loaded = fxround.load(compiled.export(tmp_path / "sized.pt2", x.requires_grad_(), gradients=gradients))
+        for program in (loaded, copy.deepcopy(loaded)):
+            assert kinds(program(torch.randn(5, 3))) == kinds(Sized()(torch.randn(5, 3)))
     assert fxround.variability(Sized().eval(), x, samples=10, reference=None).samples == (10,)
 
 
