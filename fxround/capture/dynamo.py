@@ -456,8 +456,8 @@ def returned_by(graph: fx.GraphModule, model: nn.Module, args: Any, kwargs: Any)
         leaves, again = (
             pytree.tree_leaves(codegen.dynamo_bytecode_unflatten(marks, (*args, *kwargs.values()))) for _ in range(2)
         )
-    except (RuntimeError, TypeError) as error:  # of a number that is made of a mark, which has none
-        raise LeftToPython(model, [("a number that it makes of a tensor", RESULT, "")]) from error
+    except (RuntimeError, TypeError) as error:  # of .item() and the like of a mark, which has no number
+        raise LeftToPython(model, [("what it makes of a tensor's numbers", RESULT, "")]) from error
     if any(a is not b for a, b in zip(leaves, again, strict=True) if isinstance(a, np.ndarray | np.generic)):
         raise LeftToPython(model, [("an array of NumPy's that it makes of a tensor", RESULT, "")])
     if any(a is not b for a, b in zip(leaves, again, strict=True) if isinstance(a, Tensor)):

@@ -32,7 +32,8 @@ _UNCLASSIFIED: Final = "not classified"
 def described(node: fx.Node) -> Site | None:
     """Return the node's Site; one with "not classified" if a float value has none; None for other values.
 
-    The model's own ``fxround.round`` is exact here: no policy rounds it, and its bits are those that it specifies.
+    The model's own ``fxround.round`` is exact here: its bits are those that it specifies. Where a policy rounds its
+    result again, that is a row of its own.
     """
     place = site(node)
     if place is not None and is_own(node):

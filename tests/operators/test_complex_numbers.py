@@ -140,8 +140,8 @@ def test_every_operation_on_parts_is_rounded_once(name: str) -> None:
     assert_parts(got, want(arrays_of("binary64", "binary64", torch.float64), parts(z), parts(w)))
 
 
-@pytest.mark.parametrize("exponent", [-2, -1, 0, 1, 2.0, 4, 9])
-def test_gradients_of_whole_powers_are_those_of_mathematics(exponent: float) -> None:
+@pytest.mark.parametrize("exponent", [-2, -1, 0, 1, 2.0, 3 + 0j, 4, 9])
+def test_gradients_of_whole_powers_are_those_of_mathematics(exponent: complex) -> None:
     """d z^n / d z = n z^(n - 1), whose conjugate PyTorch's gradients have."""
     z = torch.tensor([1 + 0.5j, -0.25 + 1j, 0.5 - 0.75j], dtype=torch.complex128, requires_grad=True)
     compiled = fxround.compile(lambda z: z**exponent, "reproducible")

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from layers import Calls
 from models import hugging_face
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxround
@@ -600,6 +600,15 @@ def test_what_pytorchs_kernels_refuse_is_refused(name: str) -> None:
     for called in (function, fxround.compile(lambda *given: function(*given), "reproducible")):
         with pytest.raises(RuntimeError):
             called(*arguments)
+
+
+@pytest.mark.parametrize("weight", [torch.tensor([1, 2, 3, 4]), torch.tensor([0.5, 1, 2, 4]).double()])
+def test_weights_of_binary_cross_entropy_have_any_dtype(weight: Tensor) -> None:
+    x, target = torch.tensor([[0.5, 0.25, 0.75, 0.125]]), torch.ones(1, 4)
+    got = fxround.compile(nn.BCELoss(weight=weight, reduction="none"), "reproducible")(x, target)
+    assert got.dtype == torch.float32 and got.tolist() == [
+        [float(np.float32(np.float32(-np.log(float(p))) * w)) for p, w in zip(x[0], weight.tolist(), strict=True)]
+    ]
 
 
 @pytest.mark.parametrize("name", MARGINS)

@@ -151,3 +151,15 @@ def test_at_the_first_and_last_pixel_the_slope_is_that_of_the_kernel(padding: st
         at,
     )
     assert torch.equal(got, want.float().double()) and (got == 0).any() and (got != 0).any()
+
+
+def test_a_derivative_of_samples_in_the_model_is_that_of_a_derivative_of_the_model() -> None:
+    image, grid = torch.randn(1, 2, 4, 4, dtype=torch.float64), torch.rand(1, 3, 3, 2, dtype=torch.float64) * 3 - 1.5
+
+    def sampled(at: torch.Tensor) -> torch.Tensor:
+        return F.grid_sample(image, at, padding_mode="border", align_corners=False).square().sum()
+
+    inside = fxround.compile(lambda at: torch.func.grad(sampled)(at), "reproducible")(grid)
+    leaf = grid.clone().requires_grad_()
+    (outside,) = torch.autograd.grad(fxround.compile(sampled, "reproducible")(leaf), leaf)
+    assert torch.equal(inside, outside) and inside.any()

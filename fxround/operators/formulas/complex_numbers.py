@@ -157,7 +157,8 @@ def reciprocal(z: Tensor) -> Any:
 
 @complex_formula(aten.pow.Tensor_Scalar)
 def power(z: Tensor, exponent: Any) -> Any:
-    """z^0 = 1 + 0 i, z^1 = z, z^(2 n) = z^n * z^n, z^(2 n + 1) = (z^n * z^n) * z, z^-n = 1 / z^n"""
+    """z^0 = 1 + 0 i, z^1 = z, z^(2 n) = z^n * z^n, z^(2 n + 1) = (z^n * z^n) * z, z^-n = 1 / z^n, for n up to 1024"""
+    exponent = exponent.real if isinstance(exponent, complex) and exponent.imag == 0 else exponent
     whole = isinstance(exponent, int | float) and abs(exponent) <= _LARGEST_POWER and exponent == int(exponent)
     if not _is_complex(z) or not whole:
         return NotImplemented

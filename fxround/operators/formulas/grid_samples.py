@@ -37,21 +37,6 @@ class _WithoutSlope(torch.autograd.Function):
         return gradients[0], torch.zeros_like(grid)
 
 
-class _Clipped(torch.autograd.Function):
-    """A coordinate clipped to the pixels. At the first and the last one the slope is 0, as in PyTorch's kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, at: Tensor, last: int) -> Tensor:
-        ctx.save_for_backward(at)
-        ctx.last = last
-        return at.clamp(0, last)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (at,) = ctx.saved_tensors
-        return torch.where((at > 0) & (at < ctx.last), gradients[0], 0.0), None
-
-
 @formula(F.grid_sample)
 def grid_sample(
     x: Tensor, grid: Tensor, mode: str = "bilinear", padding_mode: str = "zeros", align_corners: bool | None = None
@@ -160,7 +145,8 @@ def _padded(at: Tensor, size: int, padding: str, align: bool) -> Tensor:
         at = _reflected(at, 0.0 if align else -0.5, size - 1.0 if align else float(size))
     if padding == "zeros":
         return at
-    return _Clipped.apply(at, size - 1) if at.requires_grad else at.clamp(0, size - 1)  # type: ignore[no-untyped-call]
+    # At the first and the last pixel the slope is 0, as in PyTorch's kernel; that of clamp is 1.
+    return torch.where((at > 0) & (at < size - 1), at, at.detach().clamp(0, size - 1))
 
 
 def _reflected(at: Tensor, low: float, span: float) -> Tensor:

@@ -79,7 +79,7 @@ def huber_loss_backward(gradient: Tensor, x: Tensor, target: Tensor, reduction: 
 @formula(aten.binary_cross_entropy.default)
 def binary_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Tensor:
     """binary_cross_entropy(x, t) = sum(((t - 1) * max(log1p(-x), -100) - t * max(log(x), -100)) * weight) / n"""
-    require_dtype(x.dtype, target=target, weight=weight)
+    require_dtype(x.dtype, target=target)
     w, t = widened(x), widened(target)
     terms = (t - 1) * (-w).log1p().clamp(min=-100) - t * w.log().clamp(min=-100)
     return _reduced(terms if weight is None else terms * weight, reduction).to(x.dtype)
