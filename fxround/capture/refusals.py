@@ -241,7 +241,11 @@ _ADVICE: Final = (
     ("wrap sparse Tensor", "compute with dense tensors (to_dense): a graph has no sparse ones"),
     ("does not support running with fake tensors", "compute with dense tensors, without to_sparse and the like"),
     ("non-integer tensor", "keep it a tensor, as in x[0, 0] in place of x.tolist()[0][0]"),
-    ("expression zuf", "compute the number outside of the model, and pass it as an argument or as a tensor"),
+    (
+        "expression zuf",
+        "choose with torch.where if the number is one of a tensor; else compute the number outside of the model, and "
+        "pass it as an argument",
+    ),
     (
         "how to trace the builtin",
         "call it outside of the model, and pass what it returns as an argument; let PyTorch draw random numbers, as in "

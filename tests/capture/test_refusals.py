@@ -144,7 +144,7 @@ ADVICE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "logger": (logged, "make the logger outside of the model's forward"),
     "clock": (lambda x: x * time.time(), "call it outside of the model, and pass what it returns"),
     "generator": (dropped, r"as in torch\.rand\(\(\)\)"),
-    "generator of NumPy": (lambda x: x * float(np.random.rand()), "compute the number outside of the model"),
+    "generator of NumPy": (lambda x: x * float(np.random.rand()), "else compute the number outside of the model"),
     "assert": (asserted, "leave out an assert about numbers"),
     "sparse constant": (lambda x: torch.sparse.mm(torch.eye(3).to_sparse(), x), "compute with dense tensors"),
     "sparse argument": (lambda x: torch.sparse.mm(x.to_sparse(), x.mT), "compute with dense tensors"),
