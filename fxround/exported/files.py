@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from fxround.atomic_files import write_file
 from fxround.capture.leftovers import forget_export
-from fxround.capture.quick_reading import quick_reading
+from fxround.capture.program_loading import quick_loading
 from fxround.compiler.signature import packed_kinds
 from fxround.errors import FxroundError, brief, shown
 from fxround.exported.caches import CacheArgument
@@ -192,7 +192,7 @@ def program_of(file: IO[bytes], path: str | Path) -> tuple[nn.Module, Any]:
     """
     file.seek(0)
     try:
-        with quick_reading():
+        with quick_loading():
             exported: Any = torch.export.load(file)
             program = exported.module()
         forget_export(exported.graph_module)

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from fxround.attribution.attribute import shares_of
 from fxround.attribution.subject import Subject
 from fxround.capture import Captured
+from fxround.capture.result_sizes import with_sizes
 from fxround.choices import QUIET
 from fxround.errors import UnsupportedOperator
 from fxround.fingerprint import hash
@@ -236,7 +237,7 @@ class Masked:
     def _result(self, known: Mapping[str, Any]) -> Any:
         returned = fx.map_arg(self.output.args[0], lambda used: known[used.name])
         results = [v for port, v in zip(self.captured.outputs, returned, strict=True) if not port.mutation]  # type: ignore[arg-type]
-        return pytree.tree_unflatten(results, self.captured.out_spec)
+        return with_sizes(pytree.tree_unflatten(results, self.captured.out_spec), self.captured.out_spec)
 
     @contextlib.contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:

@@ -32,12 +32,13 @@ _UNCLASSIFIED: Final = "not classified"
 def described(node: fx.Node) -> Site | None:
     """Return the node's Site; one with "not classified" if a float value has none; None for other values.
 
-    The model's own ``fxround.round`` is exact here: its bits are those that it specifies. Where a policy rounds its
-    result again, that is a row of its own.
+    The model's own ``fxround.round`` is rounded; its reason says so, and to what. Where a policy rounds its result
+    again, that is a node of its own. Where it clamps is no floating-point number, but a mask.
     """
     place = site(node)
     if place is not None and is_own(node):
-        return replace(place, status="exact", reason=place.reason if place.reason.startswith(OWN) else OWN)
+        own = replace(place, assignment=None, reason=f"{OWN}: {node.args[1]}")
+        return replace(own, status="rounded" if _floats(node) else "integer")
     if place is None and node.op == "call_function" and _floats(node):
         return replace(located(node), status="native", reason=_UNCLASSIFIED)
     return place if node.op != "output" else None

@@ -129,9 +129,9 @@ class Summary(Table):
 class Coverage(Table):
     """Counts of nodes and operations by status, as ``RoundedModule.coverage`` returns them.
 
-    The status of a node is "rounded" (by the policy), "exact" (it rounds nothing: it selects values, as relu and max
-    do, or changes a sign; or it is the model's own ``fxround.round``), "native" (a stock kernel computes and rounds it;
-    the row gives the reason), "movement" (of data) or "integer".
+    The status of a node is "rounded" (by the policy, or by the model's own ``fxround.round``, which the reason says),
+    "exact" (it rounds nothing: it selects values, as relu and max do, or changes a sign), "native" (a stock kernel
+    computes and rounds it; the row gives the reason), "movement" (of data) or "integer".
 
     unrounded   one text for each floating-point operation that a stock kernel computes
     groups      the rows as data; ``coverage[i]`` is one ``Group``

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops import scan
 
 import fxround
-from fxround.capture.quick_reading import quick_reading
+from fxround.capture.program_loading import quick_loading
 from fxround.errors import FxroundError
 from fxround.version import VERSION
 
@@ -83,7 +83,7 @@ def test_a_file_without_example_inputs_has_the_same_program(
     assert torch.export.load(path).example_inputs is None and torch.equal(fxround.load(path)(x), compiled(x))
 
 
-def test_a_program_that_is_read_quickly_is_the_same(tmp_path: Path) -> None:
+def test_a_program_that_is_loaded_quickly_is_the_same(tmp_path: Path) -> None:
     """Its graph, and all that PyTorch knows of its sizes: examples, ranges and the place of each in the values."""
 
     class Joined(nn.Module):
@@ -101,7 +101,7 @@ def test_a_program_that_is_read_quickly_is_the_same(tmp_path: Path) -> None:
         examples, ranges = environment.backed_var_to_val, environment.var_to_range
         return exported.graph_module.code, sizes, *(sorted(map(str, known.items())) for known in (examples, ranges))
 
-    with quick_reading():
+    with quick_loading():
         found = read()
     assert found == read() and any("s" in size for size in found[1]) and len(found[2]) >= 2
 

@@ -248,6 +248,17 @@ def test_strict_overrides_the_policy() -> None:
         fxround.compile(Inverse(), "stochastic", strict=True, example_inputs=example)
 
 
+class Named(nn.Module):
+    """A layer with two names, under both of which it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x))
+
+
 def test_wrong_arguments_are_reported(model: nn.Module, compiled: fxround.RoundedModule, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"model is a str; expected a torch\.nn\.Module or a function"):
         fxround.compile("model", "identity")  # type: ignore[arg-type]
@@ -275,11 +286,8 @@ def test_wrong_arguments_are_reported(model: nn.Module, compiled: fxround.Rounde
         fxround.compile(
             model, Policy("p", (Rule("conv9", rounding="bfloat16"),)), example_inputs=torch.ones(1, 1, 10, 10)
         )
-    shared = nn.Sequential()
-    shared.first = shared.second = nn.Linear(2, 2)
-    shared.forward = lambda x: shared.second(shared.first(x))  # type: ignore[method-assign]
     with pytest.raises(PolicyError, match=r"'second' is a module of the model, but no .* two names are listed under"):
-        fxround.compile(shared, Policy("p", (Rule("second", rounding="bfloat16"),)), example_inputs=torch.ones(1, 2))
+        fxround.compile(Named(), Policy("p", (Rule("second", rounding="bfloat16"),)), example_inputs=torch.ones(1, 2))
 
 
 def test_views_need_a_graph(model: nn.Module, compiled: fxround.RoundedModule, x: Tensor, tmp_path: Path) -> None:

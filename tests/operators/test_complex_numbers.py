@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
@@ -140,16 +141,33 @@ def test_every_operation_on_parts_is_rounded_once(name: str) -> None:
     assert_parts(got, want(arrays_of("binary64", "binary64", torch.float64), parts(z), parts(w)))
 
 
-@pytest.mark.parametrize("exponent", [-2, -1, 0, 1, 2.0, 3 + 0j, 4, 9])
-def test_gradients_of_whole_powers_are_those_of_mathematics(exponent: complex) -> None:
-    """d z^n / d z = n z^(n - 1), whose conjugate PyTorch's gradients have."""
-    z = torch.tensor([1 + 0.5j, -0.25 + 1j, 0.5 - 0.75j], dtype=torch.complex128, requires_grad=True)
+@pytest.mark.parametrize("exponent", [-4, -2, -1, 0, 1, 2.0, 3 + 0j, 4, 9])
+def test_powers_and_their_gradients_are_those_of_mathematics(exponent: complex) -> None:
+    """z^n and n z^(n - 1), whose conjugate PyTorch's gradients have: of these numbers no operation rounds."""
+    n = int(exponent.real)
+    values = [1 + 1j, 2j, -0.5 + 0j, 4 - 4j, *([1 + 0.5j, -0.25 + 1j, 0.5 - 0.75j] if n >= 0 else [])]
+    z = torch.tensor(values, dtype=torch.complex128, requires_grad=True)
     compiled = fxround.compile(lambda z: z**exponent, "reproducible")
-    (found,) = torch.autograd.grad(compiled(z), z, torch.ones_like(z))
-    want = [(exponent * complex(v) ** (exponent - 1)).conjugate() if exponent else 0j for v in z.detach().tolist()]
-    # A tolerance: Python's powers are not correctly rounded.
-    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.complex128), rtol=1e-13, atol=0)
+    result = compiled(z)
+    (gradient,) = torch.autograd.grad(result, z, torch.ones_like(z))
+    powers, slopes = ([whole_power(v, m) for v in values] for m in (n, n - 1))
+    assert fractions_of(result.detach()) == powers
+    assert fractions_of(gradient) == [(n * a, -n * b) for a, b in slopes]
     assert not compiled.coverage().unrounded
+
+
+def whole_power(z: complex, n: int) -> tuple[Fraction, Fraction]:
+    """The parts of z^n, by n products of rational numbers; of a negative n, those of its reciprocal."""
+    a, b = Fraction(z.real), Fraction(z.imag)
+    p, q = Fraction(1), Fraction(0)
+    for _ in range(abs(n)):
+        p, q = p * a - q * b, p * b + q * a
+    norm = p * p + q * q
+    return (p, q) if n >= 0 else (p / norm, -q / norm)
+
+
+def fractions_of(z: Tensor) -> list[tuple[Fraction, Fraction]]:
+    return [(Fraction(v.real), Fraction(v.imag)) for v in z.tolist()]
 
 
 FUNCTIONS: Final[dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, Tensor], Any]]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 
 import fxround
 from fxround.capture.torch_private import defined_before_autograd
+from fxround.numerics.modes import Rounding
+from fxround.numerics.specification.exact import round_exact
 from fxround.operators.formulas import FORMULAS
 
 aten = torch.ops.aten
@@ -587,28 +590,33 @@ REFUSED_BY_KERNELS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] 
         lambda x, index, source: x.index_add(0, index, source),
         (torch.ones(3, 3), torch.arange(2), torch.ones(2, 3, dtype=torch.float64)),
     ),
-    "a class that is none, after the last target": (
-        F.multilabel_margin_loss,
-        (torch.ones(2, 4), torch.tensor([[1, -1, 4, 0], [0, 2, -1, -1]])),
-    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_KERNELS)
 def test_what_pytorchs_kernels_refuse_is_refused(name: str) -> None:
     function, arguments = REFUSED_BY_KERNELS[name]
-    for called in (function, fxround.compile(lambda *given: function(*given), "reproducible")):
-        with pytest.raises(RuntimeError):
-            called(*arguments)
+    with pytest.raises(RuntimeError) as stock:
+        function(*arguments)
+    with pytest.raises(RuntimeError) as refused:
+        fxround.compile(lambda *given: function(*given), "reproducible")(*arguments)
+    assert str(refused.value) == str(stock.value)
+
+
+@pytest.mark.parametrize("target", [4, -2])
+def test_a_target_that_is_no_class_is_refused_after_the_last_one_too(target: int) -> None:
+    targets = torch.tensor([[1, -1, target, 0], [0, 2, -1, -1]])
+    with pytest.raises(RuntimeError, match=rf"index {target} is out of bounds for dimension 1 with size 4"):
+        fxround.compile(F.multilabel_margin_loss, "reproducible")(torch.ones(2, 4), targets)
 
 
 @pytest.mark.parametrize("weight", [torch.tensor([1, 2, 3, 4]), torch.tensor([0.5, 1, 2, 4]).double()])
 def test_weights_of_binary_cross_entropy_have_any_dtype(weight: Tensor) -> None:
-    x, target = torch.tensor([[0.5, 0.25, 0.75, 0.125]]), torch.ones(1, 4)
-    got = fxround.compile(nn.BCELoss(weight=weight, reduction="none"), "reproducible")(x, target)
-    assert got.dtype == torch.float32 and got.tolist() == [
-        [float(np.float32(np.float32(-np.log(float(p))) * w)) for p, w in zip(x[0], weight.tolist(), strict=True)]
-    ]
+    """-log(1/2) times a weight, rounded once each."""
+    half, log2 = torch.full((1, 4), 0.5), Fraction(float(np.float32(0.6931471805599453)))
+    loss = nn.BCELoss(weight=weight, reduction="none")
+    (got,) = fxround.compile(loss, "reproducible")(half, torch.ones(1, 4)).tolist()
+    assert got == [round_exact(log2 * Fraction(w), False, Rounding.parse("binary32")) for w in weight.tolist()]
 
 
 @pytest.mark.parametrize("name", MARGINS)

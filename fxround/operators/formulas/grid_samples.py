@@ -85,8 +85,12 @@ def _coordinates(image: Tensor, grid: Tensor, padding: str, align: bool) -> tupl
     made = []
     for i, size in ((0, width), (1, height)):
         at = places[..., i] * (size * 0.5 - 0.5 if align else size * 0.5) + (size * 0.5 - 0.5)
-        # As PyTorch's kernel: a NaN is read at 0 where each coordinate has a pixel.
-        made.append(at if padding == "zeros" else _or_zero(_padded(at, size, padding, align)))
+        at = _turned(at, size, padding, align)
+        if padding != "zeros":
+            # As PyTorch's kernel: the slope is 0 at the first and the last pixel, too, where that of clamp is 1, and a
+            # NaN is read at 0, because each coordinate has a pixel.
+            at = _or_zero(torch.where((at > 0) & (at < size - 1), at, at.detach().clamp(0, size - 1)))
+        made.append(at)
     return made[0], made[1]
 
 
@@ -141,12 +145,15 @@ def _neighbours(begin: Tensor, size: int, padding: str, align: bool) -> tuple[Te
 
 def _padded(at: Tensor, size: int, padding: str, align: bool) -> Tensor:
     """Return the coordinate of the pixel that a padding reads for a whole coordinate."""
-    if padding == "reflection":
-        at = _reflected(at, 0.0 if align else -0.5, size - 1.0 if align else float(size))
-    if padding == "zeros":
+    at = _turned(at, size, padding, align)
+    return at if padding == "zeros" else at.clamp(0, size - 1)
+
+
+def _turned(at: Tensor, size: int, padding: str, align: bool) -> Tensor:
+    """Return coordinates, reflected at the borders of the image if the padding is a reflection."""
+    if padding != "reflection":
         return at
-    # At the first and the last pixel the slope is 0, as in PyTorch's kernel; that of clamp is 1.
-    return torch.where((at > 0) & (at < size - 1), at, at.detach().clamp(0, size - 1))
+    return _reflected(at, 0.0 if align else -0.5, size - 1.0 if align else float(size))
 
 
 def _reflected(at: Tensor, low: float, span: float) -> Tensor:

@@ -64,7 +64,7 @@ def bartlett(n: Any, periodic: bool = True, **options: Any) -> Any:
 
 @formula(aten.kaiser_window.default, aten.kaiser_window.periodic, aten.kaiser_window.beta)
 def kaiser(n: Any, periodic: bool = True, beta: float = 12.0, **options: Any) -> Any:
-    """kaiser_window(n)_k = i0(sqrt(1 - x * x) * beta) / i0(beta), x = (k - m / 2) / (m / 2)"""
+    """kaiser_window(n)_k = i0(sqrt(max(1 - x * x, 0)) * beta) / i0(beta), x = (k - m / 2) / (m / 2)"""
 
     def made(k: Tensor, m: int) -> Tensor:
         x = (k - m / 2) / (m / 2)

@@ -1,8 +1,8 @@
-"""Reading an exported program without doing the same work for each of its values.
+"""Loading an exported program without doing the same work for each of its values.
 
 ``torch.export.load`` asks for the annotations of a class whenever it makes an object of it, and parses the text of a
 symbolic size whenever one occurs. A program names a few sizes thousands of times: of BERT-base, that was half of what
-its reading took.
+its loading took.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxround.capture.torch_private import capturing, uncollected
 
 
 @contextlib.contextmanager
-def quick_reading() -> Iterator[None]:
+def quick_loading() -> Iterator[None]:
     """Let ``torch.export.load`` remember, in this block, what it asks and parses again.
 
-    One thread of the process reads or captures at a time. Nothing is collected meanwhile.
+    One thread of the process loads or captures at a time. Nothing is collected meanwhile.
     """
-    # Imported at the first reading: it imports Dynamo.
+    # Imported at the first loading: it imports Dynamo.
     from torch._export.serde import serialize
     from torch._export.serde.serialize import GraphModuleDeserializer
 
@@ -43,10 +43,11 @@ def _remembered_hints(hints: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     @functools.wraps(hints)
-    def remembered(owner: Any, **settings: Any) -> Any:
-        if owner not in known:
-            known[owner] = hints(owner, **settings)
-        return known[owner]
+    def remembered(owner: Any, globalns: dict[str, Any] | None = None, **settings: Any) -> Any:
+        key = owner, id(globalns), *sorted(settings.items())
+        if key not in known:
+            known[key] = hints(owner, globalns=globalns, **settings)
+        return known[key]
 
     return remembered
 
